@@ -1,0 +1,1 @@
+"""Plain values that every other part of the server speaks about. No I/O, no clock."""

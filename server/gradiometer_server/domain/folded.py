@@ -1,0 +1,80 @@
+"""What the fold hands on: merged values of one step, to the store, the alert rules and the live feed alike.
+
+Shape letters: L layers, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LAYER_STATISTICS = ("norm", "rms", "mean", "std", "abs_max", "zero_fraction", "num_nonfinite")
+"""Derived layer statistics, in the order in which they are stored and offered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedScalars:
+    """Scalars of one step, merged over ranks. One step may come in several of these (one per `log` call).
+
+    Attributes:
+        attempt: ordinal of the attempt, from 1.
+        values: merged value by metric name (NaN and infinities as they are).
+        by_rank: only when more than one rank reported a metric: its value on each rank.
+        time_s: Unix seconds, of the first rank that reported.
+    """
+
+    attempt: int
+    step: int
+    time_s: float
+    values: Mapping[str, float]
+    by_rank: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The layers that a run reports, in depth order (`named_parameters` order: input side first)."""
+
+    layout_id: int
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedLayers:
+    """Layer statistics of one step, merged exactly over all shards.
+
+    Attributes:
+        statistics: by name (`LAYER_STATISTICS`), float64 of shape (L,); `domain.absent.ABSENT` where a layer had no
+            gradient.
+        num_nonfinite_by_rank: rank -> int64 of shape (L,), for ranks with any non-finite element.
+        expected: number of (layer, shard) pairs that should have reported; `seen`: that did. seen < expected means
+            that a rank is missing and the figures are of what was seen.
+    """
+
+    attempt: int
+    step: int
+    time_s: float
+    layout: Layout
+    statistics: Mapping[str, NDArray[np.float64]]
+    num_nonfinite_by_rank: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
+    expected: int = 0
+    seen: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedEvent:
+    """An agent's event with its place: see `gradiometer.wire.Event` for kinds and attributes."""
+
+    attempt: int
+    rank: int
+    kind: str
+    time_s: float
+    step: int | None
+    attributes: Mapping[str, Any]
+
+
+Folded = FoldedScalars | FoldedLayers | FoldedEvent
