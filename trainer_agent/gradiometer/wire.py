@@ -110,7 +110,9 @@ class Frame(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     values: bytes
 
 
-EventKind = Literal["exit", "exception", "marker", "alert", "unavailable", "nonfinite_activation", "dropped", "message"]
+EventKind = Literal[
+    "exit", "exception", "marker", "alert", "unavailable", "nonfinite_activation", "dropped", "message"
+]
 
 
 class Event(msgspec.Struct, frozen=True, tag="event", kw_only=True):
