@@ -1,0 +1,1 @@
+"""Real servers, databases, browsers and wire connections for the tests."""
