@@ -1,0 +1,203 @@
+"""An episode in an engineer's words: what happened, since when, which layer and rank first, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradiometer_server.alerting.rules.base import number_text
+from gradiometer_server.domain.alerts import Breach, Episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Text of an alert: `title` is one line, `explanation` and `advice` are a few sentences each."""
+
+    title: str
+    explanation: str
+    advice: str
+
+
+def explain(episode: Episode) -> Explanation:
+    """The text for one episode. It speaks of the first breach, because later ones are its aftermath."""
+    return _TEXTS.get(episode.first.rule, _unknown)(episode)
+
+
+def _non_finite(episode: Episode) -> Explanation:
+    first = episode.first
+    what = "Gradients" if first.metric.startswith("grad/") else first.metric
+    verb = "became non-finite" if what == "Gradients" else f"became {number_text(first.value)}"
+    lead = {
+        "forward": "It started in the forward pass: {layer} was the first module whose output was not finite.",
+        "backward": "It started in the backward pass: going backward from the loss, {layer} is the first layer "
+        "whose gradient is not finite.",
+        "growth": "The loss itself was not finite, and so every gradient is; their order tells nothing. The gradient "
+        "of {layer} had grown most over the last 20 steps before, which makes it the first suspect.",
+    }.get(
+        first.origin,
+        "The loss itself was not finite, and so every gradient is; nothing before it points at a layer."
+        if first.num_layers
+        else "No report of the layers tells where it began.",
+    )
+    advice = (
+        "Stop or pause the run: what it writes from here on may be ruined. Go back to the last checkpoint before step "
+        f"{first.step} and run that batch again with torch.autograd.set_detect_anomaly(True). {_look_at(first)}"
+    )
+    if episode.severity.value == "warning":
+        advice = (
+            "One batch with a non-finite loss whose step was skipped does no damage: the weights did not change. Look "
+            "at that batch; if it happens again this alert becomes critical."
+        )
+    return Explanation(
+        title=f"{what} {verb} at step {first.step}{_in_layer(first)}{_on_rank(first)}",
+        explanation=_sentences(lead.format(layer=_first_layer(first)), _facts(first), _since(episode)),
+        advice=advice,
+    )
+
+
+def _look_at(first: Breach) -> str:
+    if first.origin == "forward":
+        return (
+            "Look there for values beyond the range of float16 (65,504), a softmax over a fully masked row, a division "
+            "by zero, a logarithm or square root of a value that is not positive."
+        )
+    return "Check masks, divisions, logarithms and square roots, and the range of float16 (65,504)."
+
+
+def _grad_norm_spike(episode: Episode) -> Explanation:
+    first, worst = episode.first, episode.worst
+    layers = ", ".join(first.layers[:3])
+    source = f"Most of the increase over each layer's own median is in {layers}." if layers else ""
+    peak = ""
+    if worst.step != first.step:
+        peak = f"The worst step so far is {worst.step}, with {number_text(worst.value)}."
+    return Explanation(
+        title=f"Gradient norm {_times(first)} its median at step {first.step}{_in_layer(first)}",
+        explanation=_sentences(
+            f"The gradient norm before clipping was {number_text(first.value)} at step {first.step}; the median of the "
+            f"128 steps before is {number_text(first.baseline)}.",
+            source,
+            peak,
+            "A single bad batch does this, and so does a learning rate that is too high.",
+            _since(episode),
+        ),
+        advice="Look at the batch of that step. Check that gradient clipping is on. If the loss is not back within 20 "
+        "steps, restart about 100 steps earlier and skip those batches; if it comes again, lower the peak learning rate.",
+    )
+
+
+def _times(breach: Breach) -> str:
+    if breach.value is None or not breach.baseline:
+        return "far above"
+    return f"is {number_text(breach.value / breach.baseline)} times"
+
+
+def _scaler_collapse(episode: Episode) -> Explanation:
+    first, worst = episode.first, episode.worst
+    lead = {
+        "forward": "The overflow starts in the forward pass, in {layer}.",
+        "backward": "Going backward from the loss, {layer} is the first layer whose gradient overflows.",
+    }.get(first.origin, "No layer report tells which gradient overflows.")
+    return Explanation(
+        title=f"Loss scale is collapsing: {number_text(worst.value)} at step {worst.step}{_in_layer(first)}",
+        explanation=_sentences(
+            f"The gradient scaler skips step after step, so the model does not learn. {_capital(worst.facts)}.",
+            lead.format(layer=_first_layer(first)),
+            "Unlike an occasional skip, which is how the scaler finds its scale, a lower scale does not help here.",
+            _since(episode),
+        ),
+        advice="Switch to bfloat16, or run that layer in float32 (torch.autocast(enabled=False) around it). Look at its "
+        "values: a float16 gradient must stay below 65,504 after scaling. If the weights came from a bfloat16 training, "
+        "float16 cannot hold them.",
+    )
+
+
+def _dead_layer(episode: Episode) -> Explanation:
+    first = episode.first
+    if first.key == "all":
+        return Explanation(
+            title=f"All gradients are exactly zero since {_since_step(first)}",
+            explanation=_sentences(_facts(first), _since(episode)),
+            advice="Check that the loss depends on the model's parameters, that nothing detaches it, that the weights "
+            "were really loaded, and that gradients are not cleared between backward() and step().",
+        )
+    count = episode.num_layers
+    noun = "layer gets" if count == 1 else "layers get"
+    return Explanation(
+        title=f"{count} trainable {noun} no gradient: {_first_layer(first)}{', ...' if count > 1 else ''}",
+        explanation=_sentences(
+            _facts(first),
+            "Such a layer does not learn. Typical causes: a ReLU whose inputs are all negative, a branch that is never "
+            "taken, an output that is detached, adapters attached to the wrong modules.",
+            _since(episode),
+        ),
+        advice="Look at the activations in front of this layer. With activation checkpointing and frozen inputs use "
+        "use_reentrant=False or enable_input_require_grads(). If the layer is meant to be frozen, set "
+        "requires_grad=False and it is no longer reported.",
+    )
+
+
+def _since_step(first: Breach) -> str:
+    return first.facts[0].rpartition("since ")[2] if first.facts else f"step {first.step}"
+
+
+def _user(episode: Episode) -> Explanation:
+    title, text = (*episode.first.facts, "", "")[:2]
+    return Explanation(
+        title=title or "Alert from the training code",
+        explanation=_sentences(text, f"Sent by run.alert() at step {episode.first.step}.", _since(episode)),
+        advice="The training code raised this alert itself; see where it calls run.alert().",
+    )
+
+
+def _unknown(episode: Episode) -> Explanation:
+    first = episode.first
+    return Explanation(
+        title=f"{first.rule} at step {first.step}{_in_layer(first)}",
+        explanation=_sentences(_facts(first), _since(episode)),
+        advice="This alert was raised by another version of the server; look at the chart at that step.",
+    )
+
+
+def _first_layer(breach: Breach) -> str:
+    return breach.layers[0] if breach.layers else "an unknown layer"
+
+
+def _in_layer(breach: Breach) -> str:
+    if not breach.layers or not breach.origin:
+        return ""
+    return f", {'suspect' if breach.origin == 'growth' else 'first in'} {breach.layers[0]}"
+
+
+def _on_rank(breach: Breach) -> str:
+    return f", rank {breach.ranks[0]}" if breach.ranks else ""
+
+
+def _facts(breach: Breach) -> str:
+    return f"{_capital(breach.facts)}." if breach.facts else ""
+
+
+def _capital(facts: tuple[str, ...]) -> str:
+    text = "; ".join(facts)
+    return text[:1].upper() + text[1:] if text and not text.startswith(("train/", "grad/", "loss")) else text
+
+
+def _since(episode: Episode) -> str:
+    first = episode.first.step
+    if episode.count == 1:
+        return ""
+    ended = f", quiet since step {episode.resolved_step}" if episode.resolved_step is not None else ""
+    return f"Seen {episode.count} times from step {first} to step {episode.last_step}{ended}."
+
+
+def _sentences(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
+_TEXTS: dict[str, Callable[[Episode], Explanation]] = {
+    "non_finite": _non_finite,
+    "grad_norm_spike": _grad_norm_spike,
+    "scaler_collapse": _scaler_collapse,
+    "dead_layer": _dead_layer,
+    "user": _user,
+}

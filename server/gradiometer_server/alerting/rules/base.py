@@ -1,0 +1,59 @@
+"""What every alert rule is: it sees folded items in order, keeps a small state, and returns breaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+from gradiometer_server.alerting.history import LayerHistory
+from gradiometer_server.domain.alerts import Breach
+from gradiometer_server.domain.folded import Folded
+
+MAX_NAMED_LAYERS = 20
+"""Most layers that one breach names; `num_layers` still counts all of them."""
+
+
+class Rule(Protocol):
+    """One rule. `observe` must be deterministic: the same items from the same state give the same breaches.
+
+    `history` holds layer norms of *earlier* steps only, so that a baseline never contains the value it judges.
+    """
+
+    name: str
+    quiet_steps: int
+    """An episode of this rule resolves when this many steps went by without a breach."""
+
+    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+        """Breaches that `item` completes; usually none."""
+        ...
+
+    def dump(self) -> bytes:
+        """State as msgpack, with a version inside."""
+        ...
+
+    def load(self, data: bytes) -> None:
+        """Take over a state that `dump` wrote; one of another version is ignored, and the rule learns afresh."""
+        ...
+
+
+def is_loss(metric: str) -> bool:
+    """Whether `metric` is a training loss: its name says loss, and its group is `train` or none."""
+    group, _, name = metric.rpartition("/")
+    return group in ("", "train") and "loss" in name.lower()
+
+
+def nonfinite_losses(values: Mapping[str, float]) -> list[str]:
+    """Names of the losses in `values` that are NaN or infinite."""
+    return [name for name, value in values.items() if not math.isfinite(value) and is_loss(name)]
+
+
+def number_text(value: float | None) -> str:
+    """A number as a person writes it: `NaN`, `Inf`, or three significant digits."""
+    if value is None:
+        return "unknown"
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Inf" if value > 0 else "-Inf"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"

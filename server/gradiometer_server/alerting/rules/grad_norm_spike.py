@@ -1,0 +1,224 @@
+"""Rule `grad_norm_spike`: the gradient norm of one step far outside its own recent noise and level.
+
+Works on log(norm), because gradient norms vary by factors: a step is a spike if it is both 6 robust standard
+deviations out and at least 3 times the median of the last 128 finite values. The bake-off behind the numbers is in
+docs/decisions. The norm is global, pre-clip and unscaled.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from gradiometer_server.alerting.history import LayerHistory
+from gradiometer_server.alerting.rules.base import number_text
+from gradiometer_server.domain.absent import is_absent
+from gradiometer_server.domain.alerts import Breach, Severity
+from gradiometer_server.domain.folded import Folded, FoldedLayers, FoldedScalars
+from gradiometer_server.domain.names import GRAD_NORM
+
+_VERSION = 1
+_LR = "train/lr"
+_MAD_TO_SD = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradNormSpikeDefaults:
+    """Defaults of the rule.
+
+    Attributes:
+        window: finite norms that make the baseline; the value judged is never among them.
+        min_history: no alert before so many; `min_history_critical` is enough for a critical one, because no
+            warm-up moves a norm by a factor of 100 within one window.
+        z: robust standard deviations of log(norm); the deviation is at least `mad_floor` (5 % noise) times 1.48.
+        warning_ratio, error_ratio, critical_ratio: norm over its median.
+        top_layers: layers named, by how much their share of norm**2 grew.
+        quiet_steps: steps without a spike after which the episode resolves.
+    """
+
+    window: int = 128
+    min_history: int = 64
+    min_history_critical: int = 32
+    z: float = 6.0
+    mad_floor: float = 0.05
+    warning_ratio: float = 3.0
+    error_ratio: float = 10.0
+    critical_ratio: float = 100.0
+    top_layers: int = 5
+    quiet_steps: int = 20
+
+
+class _State(msgspec.Struct, kw_only=True):
+    version: int = _VERSION
+    logs: list[float] = []
+    """log(norm) of the last finite positive norms, oldest first."""
+    last_step: int = -1
+    lr: float | None = None
+    lr_step: int = -1
+    lr_rising: bool = False
+    layers_step: int = -1
+    layers: list[str] = []
+    """Layers behind the norm of `layers_step`, if that step looked like a spike."""
+    spike: _Spike | None = None
+    """The last spike, while the layers of its step are still to come."""
+
+
+class _Spike(msgspec.Struct, kw_only=True):
+    step: int
+    time_s: float
+    value: float
+    baseline: float
+    severity: str
+
+
+class GradNormSpike:
+    """See the module's first lines."""
+
+    name = "grad_norm_spike"
+
+    def __init__(self, defaults: GradNormSpikeDefaults | None = None) -> None:
+        self._defaults = defaults or GradNormSpikeDefaults()
+        self.quiet_steps = self._defaults.quiet_steps
+        self._state = _State()
+        self._sorted: list[float] = []
+
+    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+        """A breach for a spike; again with its layers, where they arrive after the norm."""
+        if isinstance(item, FoldedLayers):
+            return self._take_layers(item, history)
+        if isinstance(item, FoldedScalars):
+            self._take_lr(item)
+            if GRAD_NORM in item.values:
+                return self._take_norm(item, item.values[GRAD_NORM])
+        return []
+
+    def dump(self) -> bytes:
+        """State as msgpack."""
+        return msgspec.msgpack.encode(self._state)
+
+    def load(self, data: bytes) -> None:
+        """Take over a dumped state."""
+        state = msgspec.msgpack.decode(data, type=_State)
+        if state.version == _VERSION:
+            self._state, self._sorted = state, sorted(state.logs)
+
+    def _take_lr(self, item: FoldedScalars) -> None:
+        state, lr = self._state, item.values.get(_LR)
+        if lr is None or item.step <= state.lr_step:
+            return
+        state.lr_rising = state.lr is not None and lr > state.lr
+        state.lr, state.lr_step = lr, item.step
+
+    def _take_norm(self, item: FoldedScalars, norm: float) -> list[Breach]:
+        state = self._state
+        if item.step <= state.last_step:
+            return []
+        state.last_step = item.step
+        # A non-finite norm belongs to rule non_finite, a zero to dead_layer; neither may enter the baseline.
+        if not math.isfinite(norm) or norm <= 0:
+            return []
+        severity = self._severity(norm)
+        baseline = math.exp(median(state.logs)) if severity is not None else 0.0
+        self._push(math.log(norm))
+        if severity is None:
+            state.spike = None
+            return []
+        state.spike = _Spike(
+            step=item.step, time_s=item.time_s, value=norm, baseline=baseline, severity=severity.value
+        )
+        return [self._breach(state.spike)]
+
+    def _severity(self, norm: float) -> Severity | None:
+        # Hot path: a usual norm costs one logarithm and one look into a sorted list.
+        defaults, count = self._defaults, len(self._sorted)
+        if count < defaults.min_history_critical:
+            return None
+        middle = _median_of_sorted(self._sorted)
+        excess = math.log(norm) - middle
+        if excess < math.log(defaults.warning_ratio):
+            return None
+        deviation = max(median(abs(value - middle) for value in self._sorted), defaults.mad_floor)
+        if excess / (_MAD_TO_SD * deviation) < defaults.z:
+            return None
+        return self._tier(excess, enough=count >= defaults.min_history)
+
+    def _tier(self, excess: float, *, enough: bool) -> Severity | None:
+        defaults = self._defaults
+        if excess >= math.log(defaults.critical_ratio):
+            return Severity.CRITICAL
+        if not enough:
+            return None
+        if excess >= math.log(defaults.error_ratio):
+            return Severity.ERROR
+        # During warm-up the norm may climb with the learning rate; only that tier is confused by it.
+        return None if self._state.lr_rising else Severity.WARNING
+
+    def _push(self, value: float) -> None:
+        logs = self._state.logs
+        logs.append(value)
+        insort(self._sorted, value)
+        if len(logs) > self._defaults.window:
+            del self._sorted[bisect_left(self._sorted, logs.pop(0))]
+
+    def _take_layers(self, item: FoldedLayers, history: LayerHistory) -> list[Breach]:
+        # Hot path: layers of a usual step cost one sum of squares.
+        state = self._state
+        if item.step < state.layers_step or len(self._sorted) < self._defaults.min_history_critical:
+            return []
+        norm_L = item.statistics["norm"]
+        usable_L = np.isfinite(norm_L) & ~is_absent(norm_L)
+        power_L = np.where(usable_L, norm_L, 0.0)
+        total = float(np.sqrt(np.dot(power_L, power_L)))
+        state.layers_step, state.layers = item.step, []
+        awaited = state.spike is not None and state.spike.step == item.step
+        if awaited or (total > 0 and math.log(total) - _median_of_sorted(self._sorted) >= 1.0):
+            state.layers = self._top_layers(item, history)
+        if not awaited or not state.layers or state.spike is None:
+            return []
+        return [self._breach(state.spike)]
+
+    def _top_layers(self, item: FoldedLayers, history: LayerHistory) -> list[str]:
+        """Names of the layers that added most to norm**2, compared with each layer's own median."""
+        norm_L = item.statistics["norm"]
+        before_L = history.median(item.layout)
+        before_L = np.zeros_like(norm_L) if before_L is None else np.nan_to_num(before_L)
+        usable_L = np.isfinite(norm_L) & ~is_absent(norm_L)
+        gain_L = np.where(usable_L, np.square(norm_L), 0.0) - np.square(before_L)
+        order = np.argsort(-gain_L, kind="stable")[: self._defaults.top_layers]
+        least = 0.01 * max(float(gain_L[order[0]]), 0.0) if len(order) else 0.0
+        return [item.layout.names[index] for index in order if gain_L[index] > least]
+
+    def _breach(self, spike: _Spike) -> Breach:
+        state, defaults = self._state, self._defaults
+        layers = tuple(state.layers) if state.layers_step == spike.step else ()
+        ratio = number_text(spike.value / spike.baseline)
+        facts = [
+            f"{GRAD_NORM} is {number_text(spike.value)}, {ratio} times its median {number_text(spike.baseline)}"
+        ]
+        if layers:
+            facts.append(f"{layers[0]} contributes most of the increase")
+        return Breach(
+            rule=self.name,
+            severity=Severity(spike.severity),
+            step=spike.step,
+            time_s=spike.time_s,
+            metric=GRAD_NORM,
+            value=spike.value,
+            baseline=spike.baseline,
+            threshold=spike.baseline * defaults.warning_ratio,
+            layers=layers,
+            num_layers=len(layers),
+            origin="growth" if layers else "",
+            facts=tuple(facts),
+        )
+
+
+def _median_of_sorted(values: list[float]) -> float:
+    middle = len(values) // 2
+    return values[middle] if len(values) % 2 else 0.5 * (values[middle - 1] + values[middle])
