@@ -33,7 +33,7 @@ def opened(attempt: int, breach: Breach) -> Episode:
         count=1,
         severity=breach.severity,
         layers=breach.layers[:MAX_NAMED_LAYERS],
-        num_layers=max(breach.num_layers, len(breach.layers)),
+        num_layers=breach.num_layers or len(breach.layers),
         ranks=breach.ranks[:_MAX_RANKS],
         facts=breach.facts,
     )
@@ -56,7 +56,7 @@ def extended(episode: Episode, breach: Breach) -> Episode:
         count=episode.count + (0 if breach.step <= episode.last_step else 1),
         severity=max(episode.severity, breach.severity, key=severity_rank),
         layers=_union(first.layers, episode.layers, breach.layers)[:MAX_NAMED_LAYERS],
-        num_layers=max(episode.num_layers, breach.num_layers, len(breach.layers)),
+        num_layers=max(episode.num_layers, breach.num_layers or len(breach.layers)),
         ranks=_union_ranks(first.ranks, episode.ranks, breach.ranks)[:_MAX_RANKS],
         facts=first.facts,
     )

@@ -127,7 +127,7 @@ def _dead_layer(episode: Episode) -> Explanation:
         title=f"{count} trainable {noun} no gradient: {_first_layer(first)}{', ...' if count > 1 else ''}",
         explanation=_sentences(
             _facts(first),
-            "Such a layer does not learn. Typical causes: a ReLU whose inputs are all negative, a branch that is never "
+            f"Noticed at step {first.step}. Such a layer does not learn. Typical causes: a ReLU whose inputs are all negative, a branch that is never "
             "taken, an output that is detached, adapters attached to the wrong modules.",
             _since(episode),
         ),

@@ -56,6 +56,8 @@ class _Evidence(msgspec.Struct, kw_only=True):
     suspect: tuple[str, float] | None = None
     modules: list[str] = []
     module_rank: int = 0
+    skipped: bool | None = None
+    """Whether the scaler skipped the step; None: not known, or there is no scaler."""
     final: bool = False
     """The step's scalars can no longer come."""
     emitted: list[str] = []
@@ -65,7 +67,8 @@ class _Evidence(msgspec.Struct, kw_only=True):
 class _State(msgspec.Struct, kw_only=True):
     version: int = _VERSION
     scaler_seen: bool = False
-    agent_scalars_seen: bool = False
+    agent_scalars_step: int | None = None
+    """First step of which the agent's own scalars came: a run with a scaler names it in each such step."""
     first_layers_step: int | None = None
     scale: float | None = None
     evidence: dict[int, _Evidence] = {}
@@ -141,7 +144,8 @@ class NonFinite:
         if names:
             # The server derives grad/* from the layers, so only other names prove that a step's scalars are here.
             self._finalise(before=item.step)
-            state.agent_scalars_seen |= any(name.startswith(_AGENT_GROUPS) for name in names)
+            if state.agent_scalars_step is None and any(name.startswith(_AGENT_GROUPS) for name in names):
+                state.agent_scalars_step = item.step
         self._take_scaler(item)
         losses = set(nonfinite_losses(values))
         for name, by_rank in item.by_rank.items():
@@ -162,6 +166,8 @@ class NonFinite:
         if skipped is None:
             return
         state.skips[item.step] = skipped
+        if item.step in state.evidence:
+            state.evidence[item.step].skipped = skipped
         while len(state.skips) > 2 * self._defaults.hold_steps:
             del state.skips[min(state.skips)]
 
@@ -193,16 +199,19 @@ class NonFinite:
     def _must_wait(self, evidence: _Evidence) -> bool:
         """Whether the scaler's word on this step is still to come: scalars may arrive after layers."""
         state = self._state
-        if evidence.final or evidence.step in state.skips:
+        if evidence.final or evidence.skipped is not None:
             return False
         if state.scaler_seen:
             return True
-        first = state.first_layers_step
-        settled = first is not None and evidence.step - first >= self._defaults.hold_steps
-        return not (evidence.losses or state.agent_scalars_seen or settled)
+        if evidence.losses:
+            return False
+        reported, layered = state.agent_scalars_step, state.first_layers_step
+        known = reported is not None and reported < evidence.step
+        settled = layered is not None and evidence.step - layered >= self._defaults.hold_steps
+        return not (known or settled)
 
     def _severity(self, evidence: _Evidence) -> Severity | None:
-        if not self._state.skips.get(evidence.step, False):
+        if not evidence.skipped:
             return Severity.CRITICAL
         if not evidence.losses:
             return None
@@ -226,14 +235,17 @@ class NonFinite:
             metric=metric,
             value=value,
             layers=layers,
-            num_layers=max(evidence.num_layers, len(layers)),
+            num_layers=evidence.num_layers or len(layers),
             ranks=tuple(dict.fromkeys(ranks)),
             origin=origin,
-            facts=tuple(_facts(evidence, self._state.skips.get(evidence.step))),
+            facts=tuple(_facts(evidence)),
         )
 
     def _evidence(self, step: int, time_s: float) -> _Evidence:
-        return self._state.evidence.setdefault(step, _Evidence(step=step, time_s=time_s))
+        if step not in self._state.evidence:
+            skipped = self._state.skips.get(step)
+            self._state.evidence[step] = _Evidence(step=step, time_s=time_s, skipped=skipped)
+        return self._state.evidence[step]
 
     def _finalise(self, *, before: int | None) -> None:
         for step, evidence in self._state.evidence.items():
@@ -267,7 +279,7 @@ def _named(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))[:MAX_NAMED_LAYERS]
 
 
-def _facts(evidence: _Evidence, skipped: bool | None) -> list[str]:
+def _facts(evidence: _Evidence) -> list[str]:
     facts = []
     if evidence.modules:
         more = len(evidence.modules) - 1
@@ -291,8 +303,8 @@ def _facts(evidence: _Evidence, skipped: bool | None) -> list[str]:
         )
     elif evidence.grad_norm is not None:
         facts.append(f"{GRAD_NORM} is {number_text(evidence.grad_norm)}")
-    if skipped:
+    if evidence.skipped:
         facts.append("the gradient scaler skipped the step")
-    elif skipped is False and (evidence.num_layers or evidence.grad_norm is not None):
+    elif evidence.skipped is False and (evidence.num_layers or evidence.grad_norm is not None):
         facts.append("the step was not skipped, so the weights took it in")
     return facts
