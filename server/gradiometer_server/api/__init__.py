@@ -1,0 +1,1 @@
+"""REST: routes by resource, their schemas, and who may use them."""

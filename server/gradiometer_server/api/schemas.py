@@ -1,0 +1,267 @@
+"""What REST takes and answers, for OpenAPI and for checking requests.
+
+Answers are built as plain dictionaries and encoded by msgspec (a heat map has 150,000 cells); these models are their
+published shape, and a test holds real answers against them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gradiometer_server.domain.folded import LAYER_STATISTICS
+
+Number = float | Literal["NaN", "Infinity", "-Infinity"] | None
+"""A float; not finite: a string; null: absent."""
+
+MAX_SERIES = 200
+MAX_BUCKETS = 5000
+MAX_COLUMNS = 4000
+MAX_PAGE = 500
+MAX_STEP = 2**53 - 1
+
+RunState = Literal["running", "finished", "failed", "crashed", "lost"]
+Severity = Literal["info", "warning", "error", "critical"]
+Statistic = Literal["norm", "rms", "mean", "std", "abs_max", "zero_fraction", "num_nonfinite"]
+assert Statistic.__args__ == LAYER_STATISTICS  # type: ignore[attr-defined]
+
+Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Exit(_Answer):
+    """How a run ended."""
+
+    code: int | None = Field(description="exit code of the process")
+    signal: str | None = Field(description="signal that ended it, e.g. `SIGKILL`")
+    reason: str = Field(description="in words")
+    inferred: bool = Field(description="true: the agent saw the process gone rather than being told")
+
+
+class AlertCounts(_Answer):
+    """Episodes of a run."""
+
+    firing: int
+    total: int
+
+
+class Run(_Answer):
+    """One training job."""
+
+    id: str
+    project: str
+    name: str
+    state: RunState = Field(description="`lost`: no heartbeat for 30 s; recovers")
+    created_s: float = Field(description="Unix seconds")
+    updated_s: float = Field(description="Unix seconds of the last sign of life")
+    finished_s: float | None = Field(description="Unix seconds; null while it runs")
+    attempts: int = Field(description="launches so far")
+    world_size: int = Field(description="ranks of the last attempt")
+    last_step: int | None = Field(description="last step with a value")
+    tags: list[str]
+    notes: str
+    group: str | None
+    exit: Exit | None
+    latest: dict[str, Number] = Field(description="last value of each scalar metric")
+    alerts: AlertCounts
+    rejected_records: int = Field(description="records refused by the server")
+    dropped_reports: int = Field(description="reports that agents had to discard")
+
+
+class Source(_Answer):
+    """One writer: a rank in one attempt."""
+
+    rank: int
+    attempt: int = Field(description="ordinal from 1")
+    world_size: int
+    host: str
+    pid: int
+    started_s: float
+    start_step: int = Field(description="first step this attempt can report; older attempts are cut there")
+    last_step: int | None
+    dropped_reports: int
+    acked_seq: int = Field(description="last record that is durable")
+    folded_seq: int = Field(description="last record that is folded")
+    environment: dict[str, str]
+    exit: Exit | None
+
+
+class LayoutView(_Answer):
+    """The layers of a run in depth order, input side first."""
+
+    layout_id: int
+    layers: list[str]
+    numels: list[int]
+
+
+class RunDetail(Run):
+    """A run with everything that does not fit a list."""
+
+    config: dict[str, Any]
+    sources: list[Source]
+    unavailable: dict[str, str] = Field(description="metric -> why it cannot be collected")
+    layouts: list[LayoutView]
+
+
+class RunList(_Answer):
+    """A page of runs, newest first."""
+
+    runs: list[Run]
+    next_cursor: str | None = Field(
+        description="hand this back as `cursor` for the next page; null: the last one"
+    )
+
+
+class Metric(_Answer):
+    """A metric of a run, over all attempts."""
+
+    name: str
+    section: str = Field(description="the part of the name before the first slash")
+    kind: Literal["scalar", "layer"]
+    ranks: list[int] = Field(description="ranks that have a series of their own; empty: only the merged one")
+    num_points: int
+    first_step: int | None
+    last_step: int | None
+    last: Number
+    min: Number = Field(description="over finite values")
+    max: Number = Field(description="over finite values")
+    num_nonfinite: int
+
+
+class MetricList(_Answer):
+    """All metrics of a run."""
+
+    metrics: list[Metric]
+
+
+class SeriesRef(BaseModel):
+    """Which series to draw."""
+
+    model_config = ConfigDict(extra="forbid")
+    run: str = Field(min_length=1, max_length=128, description="run id")
+    metric: str = Field(min_length=1, max_length=500)
+    rank: int | None = Field(default=None, ge=0, description="null: merged over ranks")
+
+
+class SeriesQuery(BaseModel):
+    """A batch of series over one range of steps."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    series: list[SeriesRef] = Field(min_length=1, max_length=MAX_SERIES)
+    from_: Step | None = Field(default=None, alias="from", description="first step, inclusive")
+    to: Step | None = Field(default=None, description="last step, inclusive")
+    buckets: int = Field(default=1000, ge=1, le=MAX_BUCKETS, description="at most this many buckets")
+
+
+class Points(_Answer):
+    """Columns of equal length, one entry per bucket; mean, min and max are over finite values, null without any."""
+
+    step: list[int] = Field(description="first step of the bucket that has a point")
+    count: list[int] = Field(description="points with a finite value")
+    mean: list[Number]
+    min: list[Number]
+    max: list[Number]
+    nan: list[int] = Field(description="points that are NaN")
+    pos_inf: list[int]
+    neg_inf: list[int]
+
+
+class SeriesAnswer(_Answer):
+    """One series, as asked for and in the order asked for."""
+
+    run: str
+    metric: str
+    rank: int | None
+    bucket_width: int = Field(description="steps per bucket, a power of two; 1: raw points")
+    first_step: int | None = Field(description="of the whole series, not of the range")
+    last_step: int | None
+    points: Points
+    error: str | None = Field(default=None, description="why this series is empty, e.g. an unknown metric")
+
+
+class SeriesAnswers(_Answer):
+    """Answer to a `SeriesQuery`."""
+
+    series: list[SeriesAnswer]
+
+
+class LayerMap(_Answer):
+    """Layers x steps of one statistic."""
+
+    statistic: Statistic
+    layers: list[str] = Field(description="depth order, input side first")
+    bucket_width: int
+    steps: list[int] = Field(description="first step of each column")
+    values: list[list[Number]] = Field(
+        description="per layer, per column: the maximum over finite values; null: absent"
+    )
+    nonfinite: list[tuple[int, int, int]] = Field(description="[layer index, column index, count]")
+    first_step: int | None
+    last_step: int | None
+
+
+class LayerFlow(_Answer):
+    """All statistics by depth at one step."""
+
+    step: int | None = Field(description="the last step with layer statistics at or before the one asked for")
+    layers: list[str]
+    statistics: dict[str, list[Number]]
+
+
+class Alert(_Answer):
+    """One episode: opened, extended, resolved."""
+
+    id: str
+    run: str
+    attempt: int
+    rule: str
+    rule_version: int
+    severity: Severity
+    state: Literal["firing", "resolved"]
+    metric: str = Field(description="the metric to draw it on")
+    title: str
+    explanation: str
+    advice: str
+    first_step: int
+    last_step: int
+    opened_s: float
+    resolved_s: float | None
+    resolved_step: int | None
+    count: int = Field(description="evaluations that found it")
+    value: Number = Field(description="what was seen first")
+    worst_value: Number
+    baseline: Number
+    threshold: Number
+    layer: str | None = Field(description="the likely origin")
+    layers: list[str]
+    num_layers: int
+    rank: int | None
+    ranks: list[int]
+    origin: str = Field(
+        description="how the first layer was found: `forward`, `backward`, `growth`, or empty"
+    )
+    facts: list[str]
+
+
+class AlertList(_Answer):
+    """Alerts, newest first."""
+
+    alerts: list[Alert]
+
+
+class Health(_Answer):
+    """The process lives."""
+
+    status: Literal["ok"]
+    version: str
+
+
+class Readiness(_Answer):
+    """The database answers and is at this program's revision."""
+
+    status: Literal["ready"]
+    revision: str

@@ -1,0 +1,81 @@
+"""`python -m gradiometer_server serve | db`: the server's command line.
+
+What a person can put right is one line on standard error and exit code 2; never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from gradiometer_server.errors import GradiometerError
+from gradiometer_server.settings import DEFAULT_HOST, DEFAULT_PORT, settings_from
+from gradiometer_server.store.database import default_database_url
+
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.WARNING if options.quiet else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    for name in ("alembic", "uvicorn"):
+        # Their INFO is about themselves: one line per plugin, per connection, per look at the revision.
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        code: int = options.run(options)
+    except GradiometerError as error:
+        print(f"gradiometer: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gradiometer_server", description="Gradiometer's server.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands.add_parser("serve", help="run the server"))
+    return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--host", help=f"address to listen on (GRADIOMETER_HOST; {DEFAULT_HOST})")
+    serve.add_argument("--port", type=int, help=f"port, 0: any free one (GRADIOMETER_PORT; {DEFAULT_PORT})")
+    serve.add_argument("--token-file", help="file that holds the token (or set GRADIOMETER_TOKEN)")
+    serve.add_argument(
+        "--path-prefix", help="path under which a reverse proxy publishes the server, e.g. /gradiometer"
+    )
+    _add_database(serve)
+    serve.set_defaults(run=_serve)
+
+
+def _add_database(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--database", metavar="URL", help="GRADIOMETER_DATABASE_URL; a SQLite file by default"
+    )
+    parser.add_argument("--quiet", action="store_true", help="log only warnings and errors")
+
+
+def _database_url(options: argparse.Namespace) -> str:
+    return options.database or os.environ.get("GRADIOMETER_DATABASE_URL") or default_database_url()
+
+
+def _serve(options: argparse.Namespace) -> int:
+    # Imported here, so that a usage error and `db` commands need no web framework.
+    from gradiometer_server.serving import serve
+
+    settings = settings_from(
+        os.environ,
+        database_url=_database_url(options),
+        host=options.host,
+        port=options.port,
+        token_file=options.token_file,
+        path_prefix=options.path_prefix,
+    )
+    return serve(settings)

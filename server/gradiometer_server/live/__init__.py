@@ -1,0 +1,1 @@
+"""The live feed: what the fold has just done, to every browser that asked, at the browser's own pace."""

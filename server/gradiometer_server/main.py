@@ -1,0 +1,131 @@
+"""The composition root: builds the application from settings, and starts and stops its parts in order.
+
+Start: database (lock, migrations) -> live hub. Stop: the reverse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import anyio.to_thread
+from fastapi import APIRouter, FastAPI
+
+from gradiometer import wire
+from gradiometer_server import __version__
+from gradiometer_server.api import problems
+from gradiometer_server.api.auth import AuthMiddleware, Sessions
+from gradiometer_server.api.docs import docs_router
+from gradiometer_server.api.health import health_router
+from gradiometer_server.api.page import page
+from gradiometer_server.api.paths import PathMiddleware
+from gradiometer_server.api.reads import Reads
+from gradiometer_server.api.runs import runs_router
+from gradiometer_server.api.security import (
+    SecurityMiddleware,
+    allowed_hosts,
+    content_security_policy,
+    read_index,
+)
+from gradiometer_server.api.views import alert_view
+from gradiometer_server.clock import Clock, SystemClock
+from gradiometer_server.errors import NotFound
+from gradiometer_server.live.endpoint import live_router
+from gradiometer_server.live.hub import Hub
+from gradiometer_server.settings import Settings
+from gradiometer_server.store.database import open_database
+
+logger = logging.getLogger(__name__)
+
+API_PREFIX: Final = "/api/v1"
+_DESCRIPTION: Final = (
+    "Runs, metrics, layer statistics and alerts of PyTorch training runs. A float that is not finite is the string "
+    "NaN, Infinity or -Infinity; null means absent. Times are Unix seconds. The live feed is the WebSocket "
+    "/api/v1/live; agents speak msgpack to /api/v1/ingest."
+)
+
+
+def create_app(settings: Settings, clock: Clock | None = None) -> FastAPI:
+    """The application. Nothing is opened before its lifespan begins.
+
+    The lifespan raises `ConfigurationError` when the database cannot be used.
+    """
+    parts = _Parts(settings, clock or SystemClock())
+    app = FastAPI(
+        title="Gradiometer",
+        version=__version__,
+        description=_DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=parts.lifespan,
+        servers=[{"url": settings.path_prefix or "/"}],
+        responses={"default": {"model": problems.Problem, "description": "what was wrong, and the remedy"}},
+    )
+    _add_routes(app, parts)
+    problems.install(app)
+    _add_middleware(app, settings, parts.clock)
+    return app
+
+
+class _Parts:
+    """What lives as long as the server."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self.settings, self.clock = settings, clock
+        self.reads = Reads(clock)
+        self.hub = Hub(read_run=self._read_run, show_alert=alert_view, clock=clock)
+        self._live_limiter = anyio.CapacityLimiter(2)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
+        """Start everything, serve, stop everything."""
+        anyio.to_thread.current_default_thread_limiter().total_tokens = self.settings.read_threads
+        async with contextlib.AsyncExitStack() as stack:
+            database = await anyio.to_thread.run_sync(
+                lambda: open_database(self.settings.database_url, clock=self.clock)
+            )
+            stack.callback(database.close)
+            self.reads.open(database)
+            self.hub.start()
+            stack.push_async_callback(self.hub.stop)
+            yield
+
+    async def _read_run(self, run_id: str) -> dict[str, Any] | None:
+        # Threads of its own: a crowd of slow REST reads must not hold up the feed.
+        try:
+            return await anyio.to_thread.run_sync(self.reads.run, run_id, limiter=self._live_limiter)
+        except NotFound:
+            return None
+
+
+def _add_routes(app: FastAPI, parts: _Parts) -> None:
+    api = APIRouter(prefix=API_PREFIX)
+    api.include_router(runs_router(parts.reads))
+    api.include_router(live_router(parts.hub, parts.clock))
+    app.include_router(api)
+    app.include_router(health_router(parts.reads.check_ready))
+    app.include_router(docs_router(app, parts.settings.path_prefix))
+    # Whatever no route answers is the page's; the router asks it last, so a wrong method is still a 405.
+    app.router.default = page(parts.settings.static_dir)
+
+
+def _add_middleware(app: FastAPI, settings: Settings, clock: Clock) -> None:
+    # The last one added sees a request first.
+    app.add_middleware(
+        problems.ProblemMiddleware,
+        ingest_path=f"{API_PREFIX}/ingest",
+        max_ingest_bytes=wire.MAX_MESSAGE_BYTES,
+    )
+    if settings.token is not None:
+        app.add_middleware(
+            AuthMiddleware, sessions=Sessions(settings.token, clock), path_prefix=settings.path_prefix
+        )
+    app.add_middleware(PathMiddleware, prefix=settings.path_prefix)
+    app.add_middleware(
+        SecurityMiddleware,
+        hosts=allowed_hosts(settings.host, settings.allowed_hosts),
+        policy=content_security_policy(read_index(settings.static_dir)),
+    )
