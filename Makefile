@@ -49,10 +49,12 @@ $(BIN)/python:
 
 # A changed requirement, constraint or page source installs again; otherwise these stamps make it immediate.
 $(VENV)/.installed-demo: $(INSTALL_INPUTS) | $(BIN)/python
+	@echo "Installing into $(VENV) and building the page; the first time takes some minutes."
 	$(BIN)/python -m pip install --quiet --editable ".[server]" torch
 	@touch $@
 
 $(VENV)/.installed-test: $(INSTALL_INPUTS) | $(BIN)/python
+	@echo "Installing into $(VENV) and building the page; the first time takes some minutes."
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	@touch $@ $(VENV)/.installed-demo
 

@@ -14,9 +14,10 @@ import httpx
 
 from tests.support.eventually import eventually
 
-URL_LINE = re.compile(r"https?://[^\s:/]+:(\d+)")
+URL_LINE = re.compile(r"Gradiometer is at https?://[^\s/]+:(\d+)")
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 30.0
+"""A little more than the server gives itself."""
 
 
 class Server:
