@@ -16,6 +16,7 @@ from fastapi import APIRouter, FastAPI
 from gradiometer import wire
 from gradiometer_server import __version__
 from gradiometer_server.api import problems
+from gradiometer_server.api.alerts import alerts_router
 from gradiometer_server.api.auth import AuthMiddleware, Sessions
 from gradiometer_server.api.docs import docs_router
 from gradiometer_server.api.health import health_router
@@ -34,6 +35,7 @@ from gradiometer_server.clock import Clock, SystemClock
 from gradiometer_server.errors import NotFound
 from gradiometer_server.live.endpoint import live_router
 from gradiometer_server.live.hub import Hub
+from gradiometer_server.live.states import StateWatcher
 from gradiometer_server.settings import Settings
 from gradiometer_server.store.database import open_database
 
@@ -77,6 +79,7 @@ class _Parts:
         self.settings, self.clock = settings, clock
         self.reads = Reads(clock)
         self.hub = Hub(read_run=self._read_run, show_alert=alert_view, clock=clock)
+        self.states = StateWatcher(read_running=self._read_running, publish=self.hub.publish)
         self._live_limiter = anyio.CapacityLimiter(2)
 
     @contextlib.asynccontextmanager
@@ -91,6 +94,8 @@ class _Parts:
             self.reads.open(database)
             self.hub.start()
             stack.push_async_callback(self.hub.stop)
+            self.states.start()
+            stack.push_async_callback(self.states.stop)
             yield
 
     async def _read_run(self, run_id: str) -> dict[str, Any] | None:
@@ -100,10 +105,14 @@ class _Parts:
         except NotFound:
             return None
 
+    async def _read_running(self) -> frozenset[str]:
+        return await anyio.to_thread.run_sync(self.reads.running, limiter=self._live_limiter)
+
 
 def _add_routes(app: FastAPI, parts: _Parts) -> None:
     api = APIRouter(prefix=API_PREFIX)
     api.include_router(runs_router(parts.reads))
+    api.include_router(alerts_router(parts.reads))
     api.include_router(live_router(parts.hub, parts.clock))
     app.include_router(api)
     app.include_router(health_router(parts.reads.check_ready))

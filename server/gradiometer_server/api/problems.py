@@ -147,11 +147,10 @@ class ProblemMiddleware:
             return
         try:
             await self._app(scope, exchange.receive, exchange.send)
-        except Exception as error:  # the last line of defence of the whole request; logged
+        except Exception as error:
             if exchange.started:
                 raise
-            logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
-            await _internal()(scope, receive, send)
+            await _internal(error, scope)(scope, receive, send)
 
 
 class _Exchange:
@@ -190,7 +189,8 @@ def _too_large(limit: int) -> Response:
     )
 
 
-def _internal() -> Response:
+def _internal(error: Exception, scope: Scope) -> Response:
+    logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
     return problem_response(
         500,
         code="internal",

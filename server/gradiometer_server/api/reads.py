@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from alembic.script import ScriptDirectory
+from sqlalchemy import Connection
 
-from gradiometer_server.api.views import Json, detail_view, run_view
+from gradiometer_server.api.views import Json, alert_view, detail_view, run_view
 from gradiometer_server.clock import Clock
 from gradiometer_server.errors import StoreUnavailable
-from gradiometer_server.store import migrate, runs
+from gradiometer_server.store import alerts, migrate, run_rows, runs, series
 from gradiometer_server.store.database import Database
 
 
@@ -17,9 +17,12 @@ class Reads:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._database: Database | None = None
+        self._revision: str | None = None
 
     def open(self, database: Database) -> None:
-        """Begin to answer."""
+        """Begin to answer; `database` is migrated."""
+        with database.read() as conn:
+            self._revision = migrate.current_revision(conn)
         self._database = database
 
     @property
@@ -35,10 +38,9 @@ class Reads:
         """The database's revision; raises `StoreUnavailable` when it does not answer or is not this version's."""
         with self.database.read() as conn:
             found = migrate.current_revision(conn)
-            expected = ScriptDirectory.from_config(migrate.alembic_config(conn)).get_current_head()
-        if found != expected:
+        if found != self._revision:
             raise StoreUnavailable(
-                f"the database is at revision {found}; this version needs {expected}.",
+                f"the database is at revision {found}; this version needs {self._revision}.",
                 remedy="Restart the server: it migrates at its start.",
             )
         return str(found)
@@ -75,4 +77,28 @@ class Reads:
         with self.database.read() as conn:
             row = runs.get_run(conn, run_id, self._clock.now_s())
             sources = runs.list_sources(conn, row.run_key)
-        return detail_view(run_view(row), row, sources, ())
+            layouts = series.list_layouts(conn, row.run_key)
+        return detail_view(run_view(row), row, sources, layouts)
+
+    def running(self) -> frozenset[str]:
+        """Public ids of the runs (the newest 500) that are running."""
+        with self.database.read() as conn:
+            page = runs.list_runs(conn, state="running", limit=run_rows.MAX_PAGE, now_s=self._clock.now_s())
+        return frozenset(row.id for row in page.runs)
+
+    def alerts(self, *, run_id: str | None, state: str | None, limit: int, cursor: str | None) -> Json:
+        """A page of alerts, newest first. Raises `NotFound` for an unknown run."""
+        with self.database.read() as conn:
+            key = None if run_id is None else self._key(conn, run_id)
+            page = alerts.list_episodes(conn, key, state, limit, cursor)
+        rows = [alert_view(row.run_id, row.episode) for row in page.episodes]
+        return {"alerts": rows, "next_cursor": page.next_cursor}
+
+    def alert(self, run_id: str, alert_id: str) -> Json:
+        """One alert. Raises `NotFound`."""
+        with self.database.read() as conn:
+            episode = alerts.get_episode(conn, self._key(conn, run_id), alert_id)
+        return alert_view(run_id, episode)
+
+    def _key(self, conn: Connection, run_id: str) -> int:
+        return runs.get_run(conn, run_id, self._clock.now_s()).run_key

@@ -251,6 +251,9 @@ class AlertList(_Answer):
     """Alerts, newest first."""
 
     alerts: list[Alert]
+    next_cursor: str | None = Field(
+        description="hand this back as `cursor` for the next page; null: the last one"
+    )
 
 
 class Health(_Answer):

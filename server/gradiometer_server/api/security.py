@@ -51,7 +51,8 @@ def content_security_policy(index_html: str) -> str:
             "manifest-src 'self'",
             "form-action 'self'",
             "frame-ancestors 'none'",
-            "base-uri 'none'",
+            # The theme line also sets the base that makes the page's addresses work under any path prefix.
+            "base-uri 'self'" if "createElement('base')" in index_html else "base-uri 'none'",
             "object-src 'none'",
         ]
     )

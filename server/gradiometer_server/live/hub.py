@@ -59,6 +59,7 @@ class Hub:
         self._read_at_s: dict[str, float] = {}
         self._refresher: asyncio.Task[None] | None = None
         self.num_dropped = 0
+        self.num_failures = 0
 
     # ------------------------------------------------------------------------------------ from any thread
 
@@ -200,8 +201,11 @@ class Hub:
     async def _refresh(self, run_id: str) -> None:
         try:
             run = await self._read_run(run_id)
-        except Exception:  # a failing database must not end the feed; the next update tries again
-            logger.warning("cannot read a run for the live feed", exc_info=True)
+        except Exception as error:  # noqa: BLE001 - worker loop: a failing database must not end the feed
+            self.num_failures += 1
+            logger.warning(
+                "cannot read a run for the live feed (%d times so far): %s", self.num_failures, error
+            )
             return
         if run is None:
             return
