@@ -1,0 +1,241 @@
+"""Writing runs and sources: hello, heartbeat, exit, counters. Reading is in `run_rows`, offered here as well.
+
+Every writer first locks the run's row (on PostgreSQL; SQLite has one writer anyway), so that ids are given out once
+and read-modify-write of the JSON columns is safe between several servers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, bindparam, select, update
+
+from gradiometer.wire import MAX_STEP, RunInfo, SourceInfo
+from gradiometer_server.domain.names import run_key as key_of
+from gradiometer_server.errors import NotFound, ProtocolError
+from gradiometer_server.store.run_rows import (
+    LOST_AFTER_S,
+    RunPage,
+    RunRow,
+    SourceRow,
+    State,
+    get_run,
+    get_run_by_key,
+    list_projects,
+    list_runs,
+    list_sources,
+    source_from,
+)
+from gradiometer_server.store.statements import insert_or_ignore
+from gradiometer_server.store.tables import run, source
+from gradiometer_server.store.values import clean_text, dump_json, load_json
+
+__all__ = [
+    "LOST_AFTER_S", "RunPage", "RunRow", "SourceRow", "State", "add_unavailable", "count_rejected", "ensure_run",
+    "ensure_source", "get_run", "get_run_by_key", "heartbeat", "list_projects", "list_runs", "list_sources",
+    "set_exit",
+]  # fmt: skip
+
+_MAX_TEXT_CHARS: Final = 10_000
+_LOCKED_RUN = select(run).where(run.c.run_id == bindparam("of_run")).with_for_update()
+_INSERT_RUN = insert_or_ignore(run)
+_UPDATE_RUN = update(run).where(run.c.run_id == bindparam("of_run"))
+_SOURCE = select(source).where(
+    source.c.run_id == bindparam("of_run"), source.c.attempt == bindparam("launch"), source.c.rank == bindparam("of_rank")
+)
+_UPDATE_SOURCE = update(source).where(
+    source.c.run_id == bindparam("of_run"), source.c.source_id == bindparam("of_source")
+)
+_DROPPED = _UPDATE_SOURCE.where(source.c.dropped_reports < bindparam("dropped")).values(
+    dropped_reports=bindparam("dropped")
+)
+_HEARTBEAT = _UPDATE_RUN.where(run.c.heartbeat_s < bindparam("now_s")).values(
+    heartbeat_s=bindparam("now_s"), updated_s=bindparam("now_s")
+)
+
+
+def lock_run(conn: Connection, run_key: int) -> Row[Any]:
+    """The run's row, locked until the transaction ends. Raises `NotFound`."""
+    row = conn.execute(_LOCKED_RUN, {"of_run": run_key}).one_or_none()
+    if row is None:
+        raise NotFound("run", str(run_key))
+    return row
+
+
+def update_run(conn: Connection, run_key: int, **columns: object) -> None:
+    """Set columns of a run."""
+    conn.execute(_UPDATE_RUN.values(**columns), {"of_run": run_key})
+
+
+def ensure_run(conn: Connection, info: RunInfo, now_s: float) -> RunRow:
+    """Create the run, or merge what this hello says into it: config by key (the newer value wins), tags as a union.
+
+    Name, notes, group and creation time stay as first said. Counts as a sign of life.
+
+    Raises:
+        ProtocolError: `run_in_other_project`; `run_id_collision`; `bad_value`.
+    """
+    key = key_of(info.run_id)
+    conn.execute(_INSERT_RUN.on(conn), _new_run(info, key, now_s))
+    row = lock_run(conn, key)
+    _check_identity(row, info)
+    config = {**load_json(row.config), **dict(info.config)}
+    tags = list(dict.fromkeys([*load_json(row.tags), *info.tags]))
+    notes = row.notes or clean_text(info.notes)
+    group = row.group_name or _clean(info.group)
+    changed = dict(config=dump_json(config), tags=dump_json(tags), notes=notes, group_name=group)
+    if any(row._mapping[name] != value for name, value in changed.items()):
+        search = _search_text(row.public_id, row.name, tags, group, notes)
+        update_run(conn, key, search=search, **changed)
+    _touch(conn, key, now_s)
+    return get_run_by_key(conn, key, now_s)
+
+
+def _new_run(info: RunInfo, key: int, now_s: float) -> dict[str, object]:
+    created_s = info.created_s if math.isfinite(info.created_s) else now_s
+    name, notes, group = clean_text(info.name), clean_text(info.notes), _clean(info.group)
+    return dict(
+        run_id=key, public_id=clean_text(info.run_id), project=clean_text(info.project), name=name,
+        config=dump_json(dict(info.config)), tags=dump_json(list(info.tags)), notes=notes, group_name=group,
+        search=_search_text(info.run_id, name, list(info.tags), group, notes), created_s=created_s,
+        heartbeat_s=now_s, updated_s=now_s, outcome="open", attempts=0, world_size=0, unavailable="{}",
+        rejected_records=0, next_source_id=1, next_series_id=1, next_layout_id=1,
+    )  # fmt: skip
+
+
+def _check_identity(row: Row[Any], info: RunInfo) -> None:
+    if row.public_id != info.run_id:
+        raise ProtocolError(
+            f"run id {info.run_id!r} has the same storage key as {row.public_id!r}.",
+            code="run_id_collision",
+            remedy="Choose another run id.",
+            fatal=True,
+        )
+    if row.project != info.project:
+        raise ProtocolError(
+            f"run {info.run_id!r} belongs to project {row.project!r}, not to {info.project!r}.",
+            code="run_in_other_project",
+            remedy="Use that project's name, or another run id.",
+            fatal=True,
+        )
+
+
+def _search_text(public_id: str, name: str, tags: list[str], group: str | None, notes: str) -> str:
+    return clean_text("\n".join([public_id, name, *tags, group or "", notes[:1000]]).casefold())
+
+
+def _clean(text: str | None) -> str | None:
+    return None if text is None else clean_text(text)
+
+
+def ensure_source(conn: Connection, run_key: int, info: SourceInfo, now_s: float) -> SourceRow:
+    """Register a rank of an attempt, or find it again. A known source stays as it was first described.
+
+    Raises:
+        NotFound: `ensure_run` was not called.
+        ProtocolError: `bad_source`: a number that is negative or beyond 2**53.
+    """
+    row = lock_run(conn, run_key)
+    find = {"of_run": run_key, "launch": info.attempt, "of_rank": info.rank}
+    _check_numbers(info)
+    if conn.execute(_SOURCE, find).one_or_none() is None:
+        earlier = list_sources(conn, run_key)
+        conn.execute(source.insert(), _new_source(info, run_key, row.next_source_id, _ordinal(info, earlier)))
+        update_run(conn, run_key, next_source_id=row.next_source_id + 1)
+        _refresh_outcome(conn, run_key)
+    _touch(conn, run_key, now_s)
+    return source_from(conn.execute(_SOURCE, find).one())
+
+
+def _check_numbers(info: SourceInfo) -> None:
+    for name in ("rank", "attempt", "world_size", "local_rank", "pid", "start_step"):
+        value = getattr(info, name)
+        if not 0 <= value <= MAX_STEP:
+            raise ProtocolError(
+                f"the source of rank {info.rank} has {name} {value}; it must be from 0 to {MAX_STEP}.",
+                code="bad_source",
+                fatal=True,
+            )
+
+
+def _ordinal(info: SourceInfo, earlier: tuple[SourceRow, ...]) -> int:
+    known = {row.attempt: row.ordinal for row in earlier}
+    return known.get(info.attempt, max(known.values(), default=0) + 1)
+
+
+def _new_source(info: SourceInfo, run_key: int, source_id: int, ordinal: int) -> dict[str, object]:
+    return dict(
+        run_id=run_key, source_id=source_id, rank=info.rank, attempt=info.attempt, ordinal=ordinal,
+        world_size=info.world_size, local_rank=info.local_rank, host=clean_text(info.host), pid=info.pid,
+        started_s=info.started_s if math.isfinite(info.started_s) else 0.0, start_step=info.start_step,
+        environment=dump_json(dict(info.environment)), acked_seq=0, folded_seq=0, dropped_reports=0, closed=False,
+    )  # fmt: skip
+
+
+def heartbeat(conn: Connection, run_key: int, now_s: float, dropped: Mapping[int, int] | None = None) -> None:
+    """A sign of life; `dropped`: reports that the agent had to discard so far, by source id."""
+    _touch(conn, run_key, now_s)
+    if dropped:
+        rows = [{"of_run": run_key, "of_source": key, "dropped": count} for key, count in dropped.items()]
+        conn.execute(_DROPPED, rows)
+
+
+def _touch(conn: Connection, run_key: int, now_s: float) -> None:
+    conn.execute(_HEARTBEAT, {"of_run": run_key, "now_s": now_s})
+
+
+def set_exit(conn: Connection, run_key: int, source_id: int, exit: Mapping[str, Any], now_s: float) -> None:
+    """How a source ended: `code`, `signal`, `reason`, `inferred`. Repeating it changes nothing; closes the source."""
+    lock_run(conn, run_key)
+    kept = {"code": exit.get("code"), "signal": exit.get("signal"), "reason": exit.get("reason") or "",
+            "inferred": bool(exit.get("inferred"))}  # fmt: skip
+    open_source = _UPDATE_SOURCE.where(source.c.closed.is_(False))
+    conn.execute(
+        open_source.values(closed=True, exit=dump_json(kept), exit_s=now_s), {"of_run": run_key, "of_source": source_id}
+    )
+    update_run(conn, run_key, updated_s=now_s)
+    _refresh_outcome(conn, run_key)
+
+
+def outcome_of(exit: Mapping[str, Any]) -> str:
+    """finished, failed or crashed. A process that vanished without a code or signal that anyone saw has crashed."""
+    if exit["signal"]:
+        return "crashed"
+    if exit["code"] is None:
+        return "crashed" if exit["inferred"] else "finished"
+    return "finished" if exit["code"] == 0 else "failed"
+
+
+def _refresh_outcome(conn: Connection, run_key: int) -> None:
+    # The latest attempt decides; among its ranks crashed > failed > open > finished.
+    sources = list_sources(conn, run_key)
+    ranks = [row for row in sources if row.attempt == sources[-1].attempt]
+    ended = {kind: row for row in reversed(ranks) if row.exit for kind in (outcome_of(row.exit),)}
+    is_open = any(row.exit is None for row in ranks)
+    outcome = next((kind for kind in ("crashed", "failed") if kind in ended), "open" if is_open else "finished")
+    last = ended.get(outcome)
+    update_run(
+        conn,
+        run_key,
+        outcome=outcome,
+        exit=None if last is None else dump_json(last.exit),
+        finished_s=None if last is None else max(row.exit_s or 0.0 for row in ranks),
+        attempts=len({row.attempt for row in sources}),
+        world_size=max(row.world_size for row in ranks),
+    )
+
+
+def add_unavailable(conn: Connection, run_key: int, metric: str, reason: str) -> None:
+    """Note that the agent cannot collect a metric, and why."""
+    row = lock_run(conn, run_key)
+    update_run(conn, run_key, unavailable=dump_json({**load_json(row.unavailable), metric: reason}))
+
+
+def count_rejected(conn: Connection, run_key: int, n: int, last_reason: str) -> None:
+    """Add to the run's count of refused records and keep the last reason."""
+    statement = _UPDATE_RUN.values(
+        rejected_records=run.c.rejected_records + bindparam("more"), last_rejection=bindparam("reason")
+    )
+    conn.execute(statement, {"of_run": run_key, "more": n, "reason": clean_text(last_reason)[:_MAX_TEXT_CHARS]})
