@@ -1,0 +1,101 @@
+"""The command `gradiometer`: `sync` and `demo` here, everything else handed to the server's own command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from gradiometer import __version__
+
+_HELP: Final = """\
+usage: gradiometer COMMAND [options]
+
+The instrument panel and flight recorder for PyTorch training runs.
+
+commands:
+  serve   start the server and its dashboard
+  demo    train a small model and watch it live
+  sync    deliver runs that are waiting in a spool on this machine
+  db      the server's database: migrations
+
+  gradiometer COMMAND --help    options of one command
+  gradiometer --version
+
+environment:
+  GRADIOMETER_URL      the server (default http://127.0.0.1:8000)
+  GRADIOMETER_TOKEN    its token, where it asks for one
+  GRADIOMETER_SPOOL    where runs wait until the server has them
+"""
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        sys.stderr.write(_HELP)
+        return 2
+    command, rest = arguments[0], arguments[1:]
+    if command in ("-h", "--help", "help"):
+        print(_HELP, end="")
+        return 0
+    if command in ("-V", "--version"):
+        print(f"gradiometer {__version__}")
+        return 0
+    if command == "sync":
+        return _sync(rest)
+    if command == "demo":
+        return _demo(rest)
+    return _server(arguments)
+
+
+def _sync(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="gradiometer sync",
+        description="Deliver every run that waits in a spool; exit code 1 if one could not be.",
+    )
+    parser.add_argument(
+        "path", nargs="?", type=Path, help="a spool, or the folder of one run or attempt in it"
+    )
+    parser.add_argument("--url", default=os.environ.get("GRADIOMETER_URL") or DEFAULT_URL, help="the server")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds without progress before giving up (10)",
+    )
+    arguments = parser.parse_args(argv)
+    # Here, because the other commands need no WebSocket client.
+    from gradiometer import spool
+    from gradiometer.uplink.sync import sync
+
+    path = arguments.path or spool.default_root()
+    return sync(
+        path, url=arguments.url, token=os.environ.get("GRADIOMETER_TOKEN"), patience_s=arguments.patience
+    )
+
+
+def _demo(argv: list[str]) -> int:
+    # Here, because the demo imports torch.
+    from gradiometer import demo
+
+    return int(demo.main(argv) or 0)
+
+
+def _server(arguments: list[str]) -> int:  # noqa: RET503
+    missing = [name for name in ("fastapi", "gradiometer_server") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(
+            f"gradiometer: {arguments[0]!r} needs the server, and {missing[0]} is not installed. "
+            'Run: pip install "gradiometer[server]"\n'
+        )
+        return 1
+    # Another process, so that the agent never imports the server.
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "gradiometer_server", *arguments])  # noqa: S606
