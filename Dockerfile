@@ -14,6 +14,6 @@ ENV PATH=/opt/gradiometer/bin:$PATH PYTHONUNBUFFERED=1
 USER gradiometer
 WORKDIR /home/gradiometer
 EXPOSE 7717
-HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:7717/healthz', timeout=4)"]
+# Every route asks for the token, this one too.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:7717/healthz', headers={'Authorization': 'Bearer ' + os.environ.get('GRADIOMETER_TOKEN', '')}), timeout=4)"]
 CMD ["gradiometer", "serve", "--host", "0.0.0.0", "--port", "7717"]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gradiometer_server.settings import DEFAULT_HOST, DEFAULT_PORT
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("server", "trainer_agent", "migrations", "benchmarks", "examples")
 MAX_CODE_LINES = 400
@@ -152,6 +154,18 @@ def test_only_what_a_watched_model_needs_imports_torch_when_it_is_imported() -> 
 def test_importing_the_agent_works_where_torch_cannot_be_imported() -> None:
     program = "import sys; sys.modules['torch'] = None; import gradiometer, gradiometer.cli"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_agent_looks_where_the_server_listens_by_default() -> None:
+    expected = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+    others = {
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in python_files("trainer_agent", "server")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        for address in re.findall(r"http://(?:127\.0\.0\.1|localhost):\d+", line)
+        if address != expected
+    }
+    assert not others, f"the default address is {expected}"
 
 
 def test_only_the_guard_and_worker_loops_catch_everything() -> None:
