@@ -27,11 +27,11 @@ commands:
   gradiometer --version
 
 environment:
-  GRADIOMETER_URL      the server (default http://127.0.0.1:8000)
+  GRADIOMETER_URL      the server (default http://127.0.0.1:7717)
   GRADIOMETER_TOKEN    its token, where it asks for one
   GRADIOMETER_SPOOL    where runs wait until the server has them
 """
-DEFAULT_URL: Final = "http://127.0.0.1:8000"
+DEFAULT_URL: Final = "http://127.0.0.1:7717"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ def main() -> int:
     """Run the uplink; the exit code is 0 if the server has everything, or another uplink is already at work."""
     parser = argparse.ArgumentParser(prog="python -m gradiometer.uplink", description=__doc__)
     parser.add_argument("attempt_directory", type=Path)
-    parser.add_argument("--url", required=True, help="the server, e.g. http://127.0.0.1:8000")
+    parser.add_argument("--url", required=True, help="the server, e.g. http://127.0.0.1:7717")
     parser.add_argument(
         "--detach", action="store_true", help="return as soon as it listens; go on in the background"
     )

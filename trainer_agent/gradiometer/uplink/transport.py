@@ -46,7 +46,7 @@ def check_url(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
         raise ValueError(
-            f"GRADIOMETER_URL is {url!r}: it must look like http://127.0.0.1:8000 or https://host/path."
+            f"GRADIOMETER_URL is {url!r}: it must look like http://127.0.0.1:7717 or https://host/path."
         )
     if parts.query or parts.fragment:
         raise ValueError(f"GRADIOMETER_URL is {url!r}: leave out everything from the ? or # on.")
