@@ -33,6 +33,7 @@ class CorruptData(GradiometerError):
     code = "corrupt_data"
 
     def __init__(self, reason: str) -> None:
+        self.reason = reason
         super().__init__(
             f"stored data is damaged: {reason}.",
             remedy="Run `gradiometer db check` to find every damaged block; restore it from a backup.",

@@ -1,0 +1,344 @@
+"""Reads series for charts: chunks and summaries, over all attempts, with what the fold has not yet flushed.
+
+Tails are taken before the snapshot: a flush in between then shows the same points twice, which is harmless, and never
+not at all. Rows are decoded after the snapshot is closed, so that no reader holds SQLite's WAL.
+
+Shape letters: N points, B buckets, W width of a series, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import Connection, bindparam, func, select
+
+from gradiometer_server.domain.absent import ABSENT, is_absent
+from gradiometer_server.domain.folded import Layout
+from gradiometer_server.domain.names import LAYER_PREFIX
+from gradiometer_server.domain.series import Buckets, Tail
+from gradiometer_server.errors import InvalidRequest, NotFound
+from gradiometer_server.store.database import Database
+from gradiometer_server.store.pieces import Fetched, Piece, buckets_of, fetch, fetch_last, make_piece, points_of
+from gradiometer_server.store.series import SeriesRow, list_layouts, list_series, list_series_of_key, series_row_from
+from gradiometer_server.store.tables import series, source
+from gradiometer_server.summaries import buckets as bucketing
+from gradiometer_server.summaries.columns import common_layout, places, spread, spread_values
+from gradiometer_server.summaries.selection import AttemptSpan, attempt_cuts, display_width
+
+MAX_BUCKETS: Final = 100_000
+_MAX_STEP: Final = 2**53 - 1
+
+Tails = Callable[[int], Mapping[int, Tail]]
+"""Run key -> series id -> points that are folded but not flushed; an immutable snapshot."""
+
+_ATTEMPTS = (
+    select(source.c.ordinal, func.min(source.c.attempt).label("launch"), func.min(source.c.start_step).label("start"))
+    .where(source.c.run_id == bindparam("of_run"))
+    .group_by(source.c.ordinal)
+)
+_SCALARS = select(series).where(
+    series.c.run_id.in_(bindparam("runs", expanding=True)), series.c.rank.is_(None), series.c.kind == "scalar"
+)
+_LAUNCHES = (
+    select(source.c.run_id, source.c.ordinal, func.min(source.c.attempt).label("launch"))
+    .where(source.c.run_id.in_(bindparam("runs", expanding=True)))
+    .group_by(source.c.run_id, source.c.ordinal)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latest:
+    """The newest merged value of each scalar of a run (its latest attempt that has one), and the highest step."""
+
+    last_step: int | None
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    """A metric over all attempts, tails included; figures are of the merged series, or of the ranks if only they are.
+
+    `num_points` counts a step that is written again while it is not flushed twice.
+    """
+
+    name: str
+    kind: str
+    ranks: tuple[int, ...]
+    num_points: int
+    first_step: int | None
+    last_step: int | None
+    last: float | None
+    min: float | None
+    max: float | None
+    num_nonfinite: int
+
+
+class SeriesReader:
+    """Answers questions about series. Thread-safe; holds nothing between calls."""
+
+    def __init__(self, database: Database, tails: Tails) -> None:
+        self._database, self._tails = database, tails
+
+    def query(
+        self,
+        run_key: int,
+        key: str,
+        rank: int | None = None,
+        first: int | None = None,
+        last: int | None = None,
+        buckets: int = 2000,
+    ) -> tuple[Buckets, int | None, int | None]:
+        """Buckets of a metric over first..last (inclusive; None: all), at most `buckets` of them.
+
+        Returns the buckets (B, W) and the first and last step of the whole line, None if it has no points. Every
+        spike and every NaN is in its own bucket, whatever the zoom.
+
+        Raises:
+            NotFound: the run has no such metric, or not for this rank.
+            InvalidRequest: a range that ends before it begins, or a number of buckets outside 1..100,000.
+            CorruptData, StoreUnavailable.
+        """
+        _check(first, last, buckets)
+        tails = self._tails(run_key)
+        with self._database.read() as conn:
+            pieces = _pieces(conn, run_key, key, rank, tails)
+            begin, end = _extent(pieces)
+            width, fetched = _fetch(conn, pieces, first, last, buckets)
+        columns = pieces[0].row.series.width
+        parts = [part for one in fetched for part in buckets_of(one, width)]
+        return (bucketing.merge(parts, width) if parts else bucketing.empty(width, columns)), begin, end
+
+    def raw(
+        self, run_key: int, key: str, rank: int | None = None, first: int | None = None, last: int | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Exact steps (N,) and values (N, W) of a metric over first..last, bit for bit. Raises as `query`."""
+        _check(first, last, 1)
+        tails = self._tails(run_key)
+        with self._database.read() as conn:
+            pieces = _pieces(conn, run_key, key, rank, tails)
+            low, high = first or 0, _MAX_STEP if last is None else last
+            fetched = [fetch(conn, piece, low, high, 0) for piece in pieces]
+        decoded = [points_of(one) for one in fetched]
+        # Attempts do not overlap once cut; sorted, because a late launch may lie before an earlier one.
+        steps = np.concatenate([steps for steps, _ in decoded])
+        order = np.argsort(steps, kind="stable")
+        return steps[order], np.concatenate([values for _, values in decoded])[order]
+
+    def layers(
+        self,
+        run_key: int,
+        statistic: str,
+        first: int | None = None,
+        last: int | None = None,
+        columns: int = 1000,
+    ) -> tuple[Layout, Buckets]:
+        """A layer statistic as at most `columns` buckets of all layers (B, L), in the newest attempt's layout.
+
+        Layers of earlier attempts are matched by name. Raises as `query`.
+        """
+        _check(first, last, columns)
+        tails = self._tails(run_key)
+        with self._database.read() as conn:
+            pieces = _pieces(conn, run_key, LAYER_PREFIX + statistic, None, tails)
+            layouts = {layout.layout_id: layout for layout in list_layouts(conn, run_key)}
+            width, fetched = _fetch(conn, pieces, first, last, columns)
+        common = _common(pieces, layouts)
+        parts = []
+        for one in fetched:
+            to = places(layouts[_layout_id(one.piece)], common)
+            parts.extend(spread(part, to, len(common.names)) for part in buckets_of(one, width))
+        found = bucketing.merge(parts, width) if parts else bucketing.empty(width, len(common.names))
+        return common, found
+
+    def layer_statistics_at(
+        self, run_key: int, step: int | None = None
+    ) -> tuple[int, Layout, dict[str, NDArray[np.float64]]]:
+        """All layer statistics (L,) at the last step <= `step` (None: the newest); ABSENT where there is none.
+
+        Raises:
+            NotFound: no layer statistics at or before that step.
+        """
+        tails = self._tails(run_key)
+        limit = _MAX_STEP if step is None else step
+        with self._database.read() as conn:
+            rows = [row for row in list_series(conn, run_key) if row.series.kind == "layer" and row.series.rank is None]
+            pieces = _cut(conn, run_key, rows, tails)
+            layouts = {layout.layout_id: layout for layout in list_layouts(conn, run_key)}
+            fetched = [fetch_last(conn, piece, limit) for piece in pieces]
+        found = [(one.piece, *points) for one in fetched if (points := _last_point(one)) is not None]
+        if not found:
+            raise NotFound("layer statistics at or before step", str(limit))
+        at = max(last for _, last, _ in found)
+        common = _common([piece for piece, last, _ in found if last == at], layouts)
+        return at, common, _statistics_at(at, found, layouts, common)
+
+    def latest(self, run_keys: Iterable[int]) -> dict[int, Latest]:
+        """Newest merged scalars of several runs in one go, tails included; hidden metrics (`_...`) left out."""
+        keys = list(run_keys)
+        tails = {key: self._tails(key) for key in keys}
+        with self._database.read() as conn:
+            launches = {(r.run_id, r.ordinal): r.launch for r in conn.execute(_LAUNCHES, {"runs": keys})}
+            rows = [series_row_from(row) for row in conn.execute(_SCALARS, {"runs": keys})]
+        rows.sort(key=lambda row: launches.get((row.series.run_key, row.series.attempt), 0))
+        last_steps: dict[int, int] = {}
+        values: dict[int, dict[str, float]] = {key: {} for key in keys}
+        for row in rows:
+            run_key = row.series.run_key
+            piece = make_piece(row, tails[run_key].get(row.series.series_id), None)
+            if piece.last_step is None:
+                continue
+            last_steps[run_key] = max(piece.last_step, last_steps.get(run_key, 0))
+            value = _last_value(piece)
+            if value is not None and not row.series.key.startswith("_"):
+                values[run_key][row.series.key] = value
+        return {key: Latest(last_step=last_steps.get(key), values=values[key]) for key in keys}
+
+    def metrics(self, run_key: int) -> list[MetricRow]:
+        """All metrics of a run by name, hidden ones left out."""
+        tails = self._tails(run_key)
+        with self._database.read() as conn:
+            rows = list_series(conn, run_key)
+            pieces = _cut(conn, run_key, rows, tails, cuts=False)
+        by_name: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            if not piece.row.series.key.startswith("_"):
+                by_name.setdefault(piece.row.series.key, []).append(piece)
+        return [_metric(name, by_name[name]) for name in sorted(by_name)]
+
+
+def _check(first: int | None, last: int | None, buckets: int) -> None:
+    if first is not None and last is not None and first > last:
+        raise InvalidRequest(f"the range begins at step {first} but ends at {last}.", field="from")
+    if not 1 <= buckets <= MAX_BUCKETS:
+        raise InvalidRequest(f"{buckets} buckets were asked for; it must be 1 to {MAX_BUCKETS}.", field="buckets")
+
+
+def _pieces(conn: Connection, run_key: int, key: str, rank: int | None, tails: Mapping[int, Tail]) -> list[Piece]:
+    rows = [row for row in list_series_of_key(conn, run_key, key) if row.series.rank == rank]
+    if not rows:
+        raise NotFound("metric", key if rank is None else f"{key} on rank {rank}")
+    return _cut(conn, run_key, rows, tails)
+
+
+def _cut(
+    conn: Connection, run_key: int, rows: Sequence[SeriesRow], tails: Mapping[int, Tail], *, cuts: bool = True
+) -> list[Piece]:
+    """Pieces in order of launch, cut where a later attempt takes over."""
+    attempts = conn.execute(_ATTEMPTS, {"of_run": run_key}).all()
+    launches = {row.ordinal: row.launch for row in attempts}
+    ends: Mapping[int, int | None] = {}
+    if cuts and len(attempts) > 1:
+        reported = _first_reported(list_series(conn, run_key), tails)
+        ends = attempt_cuts(
+            [
+                AttemptSpan(
+                    ordinal=row.ordinal, launch=row.launch, start_step=row.start, first_reported=reported.get(row.ordinal)
+                )
+                for row in attempts
+            ]
+        )
+    pieces = [make_piece(row, tails.get(row.series.series_id), ends.get(row.series.attempt)) for row in rows]
+    return sorted(pieces, key=lambda piece: launches.get(piece.row.series.attempt, 0))
+
+
+def _first_reported(rows: Sequence[SeriesRow], tails: Mapping[int, Tail]) -> dict[int, int]:
+    first: dict[int, int] = {}
+    for row in rows:
+        step = make_piece(row, tails.get(row.series.series_id), None).first_step
+        if step is not None:
+            first[row.series.attempt] = min(step, first.get(row.series.attempt, step))
+    return first
+
+
+def _extent(pieces: Sequence[Piece]) -> tuple[int | None, int | None]:
+    firsts = [step for piece in pieces if (step := piece.first_step) is not None]
+    lasts = [step for piece in pieces if (step := piece.last_step) is not None]
+    return min(firsts, default=None), max(lasts, default=None)
+
+
+def _fetch(
+    conn: Connection, pieces: Sequence[Piece], first: int | None, last: int | None, most: int
+) -> tuple[int, list[Fetched]]:
+    begin, end = _extent(pieces)
+    if begin is None or end is None:
+        return 1, []
+    low = begin if first is None else max(begin, first)
+    high = end if last is None else min(end, last)
+    if low > high:
+        return 1, []
+    width = display_width(low, high, most)
+    return width, [fetch(conn, piece, low, high, width) for piece in pieces]
+
+
+def _layout_id(piece: Piece) -> int:
+    layout_id = piece.row.series.layout_id
+    if layout_id is None:
+        raise ValueError(f"layer series {piece.row.series.series_id} has no layout")
+    return layout_id
+
+
+def _common(pieces: Sequence[Piece], layouts: Mapping[int, Layout]) -> Layout:
+    """Layout of the newest attempt that has points; one that grew within the attempt keeps all its layers."""
+    filled = [piece for piece in pieces if piece.first_step is not None] or list(pieces)
+    newest = filled[-1].row.series.attempt
+    ids = sorted({_layout_id(piece) for piece in filled if piece.row.series.attempt == newest})
+    return common_layout([layouts[layout_id] for layout_id in ids])
+
+
+def _last_point(fetched: Fetched) -> tuple[int, NDArray[np.float64]] | None:
+    steps, values = points_of(fetched)
+    return (int(steps[-1]), values[-1]) if len(steps) else None
+
+
+def _statistics_at(
+    at: int, found: Sequence[tuple[Piece, int, NDArray[np.float64]]], layouts: Mapping[int, Layout], common: Layout
+) -> dict[str, NDArray[np.float64]]:
+    result: dict[str, NDArray[np.float64]] = {}
+    for piece, last, values in found:
+        name = piece.row.series.key.removeprefix(LAYER_PREFIX)
+        row_L = result.setdefault(name, np.full(len(common.names), ABSENT))
+        if last == at:
+            moved = spread_values(values, places(layouts[_layout_id(piece)], common), len(common.names))
+            result[name] = np.where(is_absent(moved), row_L, moved)
+    return result
+
+
+def _last_value(piece: Piece) -> float | None:
+    if len(piece.steps_N) and (piece.row.last_step is None or piece.steps_N[-1] >= piece.row.last_step):
+        return None if is_absent(piece.values_NW[-1])[0] else float(piece.values_NW[-1, 0])
+    return piece.row.last
+
+
+def _metric(name: str, pieces: Sequence[Piece]) -> MetricRow:
+    merged = [piece for piece in pieces if piece.row.series.rank is None] or list(pieces)
+    first, last = _extent(merged)
+    finite = [_finite_extremes(piece) for piece in merged]
+    newest = [piece for piece in merged if piece.last_step is not None]
+    is_scalar = merged[0].row.series.kind == "scalar"
+    return MetricRow(
+        name=name,
+        kind=merged[0].row.series.kind,
+        ranks=tuple(sorted({piece.row.series.rank for piece in pieces if piece.row.series.rank is not None})),
+        num_points=sum(piece.row.num_points + len(piece.steps_N) for piece in merged),
+        first_step=first,
+        last_step=last,
+        last=_last_value(newest[-1]) if newest and is_scalar else None,
+        min=min((low for low, _ in finite if low is not None), default=None),
+        max=max((high for _, high in finite if high is not None), default=None),
+        num_nonfinite=sum(piece.row.num_nonfinite + _num_nonfinite(piece.values_NW) for piece in merged),
+    )
+
+
+def _finite_extremes(piece: Piece) -> tuple[float | None, float | None]:
+    finite = piece.values_NW[np.isfinite(piece.values_NW)]
+    lows = [x for x in (piece.row.min, float(finite.min()) if len(finite) else None) if x is not None]
+    highs = [x for x in (piece.row.max, float(finite.max()) if len(finite) else None) if x is not None]
+    return min(lows, default=None), max(highs, default=None)
+
+
+def _num_nonfinite(values: NDArray[Any]) -> int:
+    return int((~np.isfinite(values) & ~is_absent(values)).sum())
