@@ -39,9 +39,14 @@ def _non_finite(episode: Episode) -> Explanation:
         if first.num_layers
         else "No report of the layers tells where it began.",
     )
+    ruined = "Stop or pause the run: what it writes from here on may be ruined."
+    if any("skipped the step" in fact for fact in first.facts):
+        ruined = (
+            "Stop or pause the run: the skipped steps left the weights as they were, but nothing is learned."
+        )
     advice = (
-        "Stop or pause the run: what it writes from here on may be ruined. Go back to the last checkpoint before step "
-        f"{first.step} and run that batch again with torch.autograd.set_detect_anomaly(True). {_look_at(first)}"
+        f"{ruined} Go back to the last checkpoint before step {first.step} and run that batch again with "
+        f"torch.autograd.set_detect_anomaly(True). {_look_at(first)}"
     )
     if episode.severity.value == "warning":
         advice = (
@@ -166,7 +171,10 @@ def _first_layer(breach: Breach) -> str:
 def _in_layer(breach: Breach) -> str:
     if not breach.layers or not breach.origin:
         return ""
-    return f", {'suspect' if breach.origin == 'growth' else 'first in'} {breach.layers[0]}"
+    how = "first in"
+    if breach.origin == "growth":
+        how = "mostly in" if breach.rule == "grad_norm_spike" else "suspect"
+    return f", {how} {breach.layers[0]}"
 
 
 def _on_rank(breach: Breach) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from gradiometer_server.alerting.explain import explain
 from gradiometer_server.domain.alerts import EpisodeState, Severity
-from gradiometer_server.domain.folded import Folded
+from gradiometer_server.domain.folded import Folded, Layout
 from tests.unit.server.alerting_timeline import (
     LAYERS,
     event,
@@ -200,8 +200,16 @@ def test_a_layer_that_dies_later_is_found_after_fifty_steps() -> None:
     items += [layers(step, zero=["blocks.0.mlp.weight", "embed.weight"]) for step in range(31, 81)]
     assert run(items[:-1]) == {}
     episode = only(items)
-    assert episode.layers == ("embed.weight", "blocks.0.mlp.weight")
+    assert episode.layers == ("blocks.0.mlp.weight", "embed.weight")
     assert "since step 31" in explain(episode).explanation
+
+
+def test_the_module_that_is_dead_as_a_whole_is_named_before_its_reader() -> None:
+    """A shut ReLU behind `up`: `down` still has a bias that learns, so the gradient stopped at `up`."""
+    names = ("norm.weight", "up.weight", "up.bias", "down.weight", "down.bias")
+    layout = Layout(layout_id=3, names=names, numels=(1,) * 5)
+    items = [layers(step, zero=names[:4], layout=layout) for step in range(1, 30)]
+    assert only(items).layers == ("up.bias", "up.weight", "norm.weight", "down.weight")
 
 
 def test_a_parameter_that_is_never_reached_is_found() -> None:

@@ -111,8 +111,7 @@ class DeadLayer:
         if not len(dead) or not (more or item.step - state.breach_step >= self._defaults.repeat_steps):
             return []
         state.breach_step = item.step
-        # The layer that has been silent longest is named first; depth order breaks ties.
-        order = dead[np.argsort(-self._quiet_L[dead], kind="stable")]
+        order = self._by_suspicion(item.layout.names, dead)
         first, steps = item.layout.names[order[0]], int(self._quiet_L[order[0]])
         learned = bool(self._alive_L[order[0]])
         how = (
@@ -137,6 +136,19 @@ class DeadLayer:
             )
         ]
 
+    def _by_suspicion(self, names: tuple[str, ...], dead: NDArray[np.intp]) -> list[int]:
+        """Dead layers, the likely origin first.
+
+        Silent longest first. Then modules that are dead as a whole, in backward order: a weight next to a living
+        bias only has zeros as its input, so what stopped the gradient is the module before it.
+        """
+        silent = set(dead.tolist())
+        alive_modules = {_module(name) for index, name in enumerate(names) if index not in silent}
+        return sorted(
+            dead.tolist(),
+            key=lambda index: (-int(self._quiet_L[index]), _module(names[index]) in alive_modules, -index),
+        )
+
     def _take_norm(self, item: FoldedScalars, norm: float) -> list[Breach]:
         state, limit = self._state, self._defaults.all_zero_steps
         if item.step <= state.norm_step:
@@ -159,3 +171,8 @@ class DeadLayer:
                 facts=(f"{GRAD_NORM} has been exactly 0 since step {since}", "no layer is learning"),
             )
         ]
+
+
+def _module(layer: str) -> str:
+    """Name of the module that owns the parameter `layer`."""
+    return layer.rpartition(".")[0]
