@@ -18,10 +18,11 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 NOT_BUILT: Final = (
-    "The page is not built: run `make web` (or `pip install .`) in the checkout, then reload.\n"
+    "The page is not built: run `npm ci && npm run build` in web/ (or `pip install -e .`), then reload.\n"
 )
 
 _HASHED = re.compile(r"[-.](?:[A-Z0-9]{8}|(?=[a-f]*[0-9])[0-9a-f]{8,64})\.")
+_REFUSED = re.compile(r";\s*q=0(\.0*)?\s*$")
 _ENCODINGS: Final = (("br", ".br"), ("gzip", ".gz"))
 _MEDIA_TYPES: Final = {".js": "text/javascript", ".mjs": "text/javascript", ".woff2": "font/woff2"}
 
@@ -48,7 +49,7 @@ def respond(root: Path, path: str, accept_encoding: str) -> Response:
             return PlainTextResponse(NOT_BUILT, status_code=503)
         raise HTTPException(404)
     file = (root / path.lstrip("/")).resolve()
-    if file.is_relative_to(root) and file.is_file() and file.name != "index.html":
+    if file.is_relative_to(root) and file.is_file():
         return _file(file, accept_encoding)
     last = path.rsplit("/", 1)[-1]
     if "." in last and not path.startswith("/runs/"):
@@ -65,9 +66,8 @@ def _file(file: Path, accept_encoding: str) -> Response:
         "Cache-Control": "public, max-age=31536000, immutable" if lasting else "no-cache",
         "Vary": "Accept-Encoding",
     }
-    accepted = {
-        part.split(";")[0].strip().lower() for part in accept_encoding.split(",") if ";q=0" not in part
-    }
+    wanted = [part for part in accept_encoding.lower().split(",") if not _REFUSED.search(part)]
+    accepted = {part.split(";")[0].strip() for part in wanted}
     for encoding, suffix in _ENCODINGS:
         packed = file.with_name(file.name + suffix)
         if encoding in accepted and packed.is_file():
