@@ -49,7 +49,9 @@ class Fault:
         return self.kind == "spike" and step == self.step
 
 
-def spoiled(batch: tuple[Tensor, Tensor], *, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def spoiled(
+    batch: tuple[Tensor, Tensor], *, vocabulary: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """A corrupt batch: one rare character over and over, with random characters to follow it."""
     inputs_BT, targets_BT = batch
     random_BT = torch.randint(0, vocabulary, targets_BT.shape, generator=generator)

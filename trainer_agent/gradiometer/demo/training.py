@@ -6,10 +6,11 @@ Gradient accumulation, GradScaler, unscaling before clipping, AdamW with decay f
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -62,6 +63,11 @@ class Training:
         # The CPU computes in float32, where nothing overflows unless a fault makes it; the scaler is real all the same.
         self.scaler = torch.amp.GradScaler(self.device.type, growth_interval=200)
 
+    def describe(self) -> dict[str, object]:
+        """The settings as a run's config."""
+        faults = {} if self._fault is None else {"break": self._fault.kind, "break_at": self._fault.step}
+        return {**asdict(self.config), **asdict(self.model_config), "device": self.device.type, **faults}
+
     def steps(self) -> Iterator[StepResult]:
         """Train, one optimizer step per item, from step 1 on."""
         for step in range(1, self.config.steps + 1):
@@ -77,7 +83,7 @@ class Training:
         losses = []
         for _ in range(self.config.accumulation):
             loss = self._loss(bad=bad)
-            self.scaler.scale(loss / self.config.accumulation).backward()
+            torch.autograd.backward(self.scaler.scale(loss / self.config.accumulation))
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_norm)
@@ -122,6 +128,12 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
     progress = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
     low = config.peak_lr * config.final_lr_fraction
     return low + (config.peak_lr - low) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def leave_a_core_free() -> None:
+    """Let torch use all cores but one, so that server and browser stay prompt on a small machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, min(cores - 1, 8)))
 
 
 class Progress:
