@@ -101,5 +101,15 @@ def create_alerts() -> None:
 
 
 def downgrade() -> None:
-    for table in ("rule_state", "alert", "chunk", "frame", "series", "layout", "source_schema", "source", "run"):
+    for table in (
+        "rule_state",
+        "alert",
+        "chunk",
+        "frame",
+        "series",
+        "layout",
+        "source_schema",
+        "source",
+        "run",
+    ):
         op.drop_table(table)

@@ -40,7 +40,9 @@ class EpisodePage:
 
 _CHANGING = ("attempt", "rule", "state", "severity", "opened_s", "first_step", "episode")
 _UPSERT = insert_or_update(alert, _CHANGING)
-_ONE = select(alert.c.episode).where(alert.c.run_id == bindparam("of_run"), alert.c.alert_id == bindparam("of_alert"))
+_ONE = select(alert.c.episode).where(
+    alert.c.run_id == bindparam("of_run"), alert.c.alert_id == bindparam("of_alert")
+)
 _OPEN = (
     select(alert.c.episode)
     .where(alert.c.run_id == bindparam("of_run"), alert.c.state == EpisodeState.FIRING.value)
@@ -67,11 +69,11 @@ def decode_episode(text: str) -> Episode:
 
 def upsert_episode(conn: Connection, run_key: int, episode: Episode) -> None:
     """Write an episode as it now stands; the same `alert_id` replaces the earlier state."""
-    columns = dict(
-        run_id=run_key, alert_id=episode.alert_id, attempt=episode.attempt, rule=episode.first.rule,
-        state=episode.state.value, severity=episode.severity.value, opened_s=episode.opened_s,
-        first_step=episode.first.step, episode=encode_episode(episode),
-    )  # fmt: skip
+    columns = {
+        "run_id": run_key, "alert_id": episode.alert_id, "attempt": episode.attempt, "rule": episode.first.rule,
+        "state": episode.state.value, "severity": episode.severity.value, "opened_s": episode.opened_s,
+        "first_step": episode.first.step, "episode": encode_episode(episode),
+    }  # fmt: skip
     conn.execute(_UPSERT.on(conn), columns)
 
 
@@ -113,7 +115,8 @@ def list_episodes(
     found = conn.execute(statement.limit(limit + 1)).all()
     next_cursor = _cursor(found[limit - 1]) if len(found) > limit else None
     rows = tuple(
-        EpisodeRow(run_key=row.run_id, run_id=row.public_id, episode=decode_episode(row.episode)) for row in found[:limit]
+        EpisodeRow(run_key=row.run_id, run_id=row.public_id, episode=decode_episode(row.episode))
+        for row in found[:limit]
     )
     return EpisodePage(episodes=rows, next_cursor=next_cursor)
 
@@ -123,7 +126,9 @@ def _state(state: str) -> EpisodeState:
         return EpisodeState(state)
     except ValueError as error:
         known = ", ".join(EpisodeState)
-        raise InvalidRequest(f"no alert state is named {state!r}.", field="state", remedy=f"Use one of {known}.") from error
+        raise InvalidRequest(
+            f"no alert state is named {state!r}.", field="state", remedy=f"Use one of {known}."
+        ) from error
 
 
 def _cursor(row: Row[Any]) -> str:
@@ -150,17 +155,23 @@ def _after(cursor: str) -> Any:
 
 def load_rule_states(conn: Connection, run_key: int) -> dict[RuleKey, Any]:
     """State of every rule of a run, as it was given to `chunks.commit_flush`."""
-    return {(row.rule, row.key): load_json(row.state) for row in conn.execute(_RULE_STATES, {"of_run": run_key})}
+    return {
+        (row.rule, row.key): load_json(row.state) for row in conn.execute(_RULE_STATES, {"of_run": run_key})
+    }
 
 
 def save_rule_states(conn: Connection, run_key: int, states: Mapping[RuleKey, Any]) -> None:
     """Write states that JSON can hold (NaN allowed); None removes one."""
     kept = [
-        dict(run_id=run_key, rule=rule, key=key, state=dump_json(state))
+        {"run_id": run_key, "rule": rule, "key": key, "state": dump_json(state)}
         for (rule, key), state in states.items()
         if state is not None
     ]
-    gone = [dict(run_id_=run_key, rule_=rule, key_=key) for (rule, key), state in states.items() if state is None]
+    gone = [
+        {"run_id_": run_key, "rule_": rule, "key_": key}
+        for (rule, key), state in states.items()
+        if state is None
+    ]
     if kept:
         conn.execute(_UPSERT_RULE_STATE.on(conn), kept)
     if gone:

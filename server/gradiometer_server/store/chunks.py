@@ -54,7 +54,9 @@ class FlushPlan:
 
 
 _OF_SERIES = (chunk.c.run_id == bindparam("of_run"), chunk.c.series_id == bindparam("of_series"))
-_SERIES = select(series).where(series.c.run_id == bindparam("of_run"), series.c.series_id.in_(bindparam("ids", expanding=True)))
+_SERIES = select(series).where(
+    series.c.run_id == bindparam("of_run"), series.c.series_id.in_(bindparam("ids", expanding=True))
+)
 _before = chunk.alias()
 # The chunk before the first new step may take it in; whether it does depends on the one before that.
 _SPANS = (
@@ -105,7 +107,9 @@ _LAST_STEP = (
     .values(last_step=bindparam("step"))
 )
 _DELETE_FRAMES = frame.delete().where(
-    frame.c.run_id == bindparam("of_run"), frame.c.source_id == bindparam("of_source"), frame.c.seq <= bindparam("seq")
+    frame.c.run_id == bindparam("of_run"),
+    frame.c.source_id == bindparam("of_source"),
+    frame.c.seq <= bindparam("seq"),
 )
 
 
@@ -123,7 +127,9 @@ class _Found:
     others: tuple[float | None, float | None]
 
 
-def plan_flush(database: Database, run_key: int, points: Mapping[int, Tail] | Sequence[tuple[Series, Tail]]) -> FlushPlan:
+def plan_flush(
+    database: Database, run_key: int, points: Mapping[int, Tail] | Sequence[tuple[Series, Tail]]
+) -> FlushPlan:
     """Read, merge and encode. `points`: new points by series id (or as pairs), in the order in which they came.
 
     Steps may repeat and go back: the later entry wins, also over the chunks.
@@ -148,7 +154,10 @@ def plan_flush(database: Database, run_key: int, points: Mapping[int, Tail] | Se
 def _find(conn: Connection, row: SeriesRow, version: int, tail: Tail) -> _Found:
     steps, values = last_wins(*_arrays(tail, row.series.width))
     find = {"of_run": row.series.run_key, "of_series": row.series.series_id}
-    spans = [Span(step0=r.step0, step1=r.step1, n=r.n) for r in conn.execute(_SPANS, {**find, "first": int(steps[0])})]
+    spans = [
+        Span(step0=r.step0, step1=r.step1, n=r.n)
+        for r in conn.execute(_SPANS, {**find, "first": int(steps[0])})
+    ]
     parts = place(spans, steps)
     begins = [spans[part.span].step0 for part in parts if part.span is not None]
     blocks = {}
@@ -158,7 +167,14 @@ def _find(conn: Connection, row: SeriesRow, version: int, tail: Tail) -> _Found:
         if _may_lose_extreme(row, list(blocks.values())):
             others = tuple(conn.execute(_EXTREMES, {**find, "begins": begins}).one())
     return _Found(
-        row=row, version=version, steps_N=steps, values_NW=values, parts=parts, blocks=blocks, spans=spans, others=others
+        row=row,
+        version=version,
+        steps_N=steps,
+        values_NW=values,
+        parts=parts,
+        blocks=blocks,
+        spans=spans,
+        others=others,
     )
 
 
@@ -167,7 +183,9 @@ def _arrays(tail: Tail, width: int) -> tuple[NDArray[np.int64], NDArray[np.float
     with np.errstate(invalid="ignore"):
         values = np.asarray(tail.values_NW, np.float64)
     if values.shape != (len(steps), width):
-        raise ValueError(f"values of shape {values.shape} for {len(steps)} steps of a series of width {width}")
+        raise ValueError(
+            f"values of shape {values.shape} for {len(steps)} steps of a series of width {width}"
+        )
     return steps, values
 
 
@@ -187,8 +205,12 @@ def _encode(found: _Found) -> SeriesFlush:
             old = found.blocks[found.spans[part.span].step0]
             removed.append(old.step0)
             old_steps, old_values = decode_points(old, found.row.series.width)
-            steps, values = last_wins(np.concatenate([old_steps, steps]), np.concatenate([old_values, values]))
-        added.extend(encode_points(steps[cut], values[cut]) for cut in split(steps, capacity, shift=part.shift))
+            steps, values = last_wins(
+                np.concatenate([old_steps, steps]), np.concatenate([old_values, values])
+            )
+        added.extend(
+            encode_points(steps[cut], values[cut]) for cut in split(steps, capacity, shift=part.shift)
+        )
         last_values = values[-1]
     after = _statistics(found, added, last_values)
     return SeriesFlush(version=found.version, after=after, removed=tuple(removed), added=tuple(added))
@@ -248,16 +270,21 @@ def commit_flush(
     if offsets and delete_frames:
         conn.execute(_DELETE_FRAMES, offsets)
     if last_steps:
-        conn.execute(_LAST_STEP, [{"of_run": plan.run_key, "of_source": k, "step": s} for k, s in last_steps.items()])
+        conn.execute(
+            _LAST_STEP, [{"of_run": plan.run_key, "of_source": k, "step": s} for k, s in last_steps.items()]
+        )
     if rule_states:
         save_rule_states(conn, plan.run_key, rule_states)
 
 
 def _replace_chunks(conn: Connection, plan: FlushPlan) -> None:
-    gone, new = [], []
+    gone: list[dict[str, object]] = []
+    new: list[dict[str, object]] = []
     for flush in plan.flushes:
         ids = {"run_id": plan.run_key, "series_id": flush.after.series.series_id}
-        gone.extend({"of_run": plan.run_key, "of_series": ids["series_id"], "begin": begin} for begin in flush.removed)
+        gone.extend(
+            {"of_run": plan.run_key, "of_series": ids["series_id"], "begin": begin} for begin in flush.removed
+        )
         new.extend({**ids, **asdict(block)} for block in flush.added)
     if gone:
         conn.execute(_DELETE_CHUNK, gone)
@@ -283,9 +310,9 @@ def _update_series(conn: Connection, plan: FlushPlan) -> None:
 
 def _series_columns(run_key: int, flush: SeriesFlush) -> dict[str, object]:
     after = flush.after
-    return dict(
-        of_run=run_key, of_series=after.series.series_id, before=flush.version, version_=flush.version + 1,
-        num_points_=after.num_points, first_step_=after.first_step, last_step_=after.last_step,
-        last_=pack_float(after.last), min_=pack_float(after.min), max_=pack_float(after.max),
-        num_nonfinite_=after.num_nonfinite,
-    )  # fmt: skip
+    return {
+        "of_run": run_key, "of_series": after.series.series_id, "before": flush.version, "version_": flush.version + 1,
+        "num_points_": after.num_points, "first_step_": after.first_step, "last_step_": after.last_step,
+        "last_": pack_float(after.last), "min_": pack_float(after.min), "max_": pack_float(after.max),
+        "num_nonfinite_": after.num_nonfinite,
+    }  # fmt: skip

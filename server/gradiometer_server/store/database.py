@@ -31,7 +31,9 @@ _CONNECT_TIMEOUT_S: Final = 10
 def default_database_url() -> str:
     """SQLite below $XDG_DATA_HOME, or ~/.local/share where that is not set."""
     base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return URL.create("sqlite", database=str(Path(base) / "gradiometer" / "gradiometer.db")).render_as_string()
+    return URL.create(
+        "sqlite", database=str(Path(base) / "gradiometer" / "gradiometer.db")
+    ).render_as_string()
 
 
 def parse_database_url(url: str) -> URL:
@@ -71,7 +73,9 @@ class Database:
     def _engine(self, *, reads: bool) -> Engine:
         if self.is_sqlite:
             size = _POOL_SIZE if reads else 1
-            engine = create_engine(self.url, pool_size=size, max_overflow=_POOL_SIZE, connect_args={"timeout": _BUSY_TIMEOUT_S})
+            engine = create_engine(
+                self.url, pool_size=size, max_overflow=_POOL_SIZE, connect_args={"timeout": _BUSY_TIMEOUT_S}
+            )
             event.listen(engine, "connect", _prepare_sqlite)
             begin = "BEGIN" if reads else "BEGIN IMMEDIATE"
             event.listen(engine, "begin", lambda conn: conn.exec_driver_sql(begin))
@@ -140,10 +144,16 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
 
 _REMEDIES: Final = (
     ("disk is full", "Free space on that disk; agents keep their reports and send them again."),
-    ("No space left", "Free space on the database server's disk; agents keep their reports and send them again."),
+    (
+        "No space left",
+        "Free space on the database server's disk; agents keep their reports and send them again.",
+    ),
     ("locked", "Another program holds the database; end it, or wait."),
     ("readonly", "Make the file and its folder writable for this user."),
-    ("malformed", "The file is damaged: restore it from a backup, or recover it with the sqlite3 shell's .recover."),
+    (
+        "malformed",
+        "The file is damaged: restore it from a backup, or recover it with the sqlite3 shell's .recover.",
+    ),
     ("not a database", "Name another file: this one was not made by Gradiometer."),
     ("unable to open", "Check that the folder exists and that this user may write to it."),
     ("password", "Check user and password in the database URL."),

@@ -122,11 +122,18 @@ class LogWriter:
             left = list(self._queue)
             self._queue.clear()
         if left or self._thread.is_alive():
-            logger.warning("the log was stopped after %s s with %d submissions uncommitted", deadline_s, len(left))
+            logger.warning(
+                "the log was stopped after %s s with %d submissions uncommitted", deadline_s, len(left)
+            )
         _fail(left, StoreUnavailable("the server stops.", remedy="The agent sends these records again."))
 
     def submit(
-        self, run_key: int, source_id: int, first_seq: int, records: Sequence[tuple[int, bytes]], last_seq: int
+        self,
+        run_key: int,
+        source_id: int,
+        first_seq: int,
+        records: Sequence[tuple[int, bytes]],
+        last_seq: int,
     ) -> Future[None]:
         """Queue the records first_seq..last_seq of a source; refused ones are simply missing from `records`.
 
@@ -138,14 +145,20 @@ class LogWriter:
         """
         size = sum(len(data) for _, data in records) + _RECORD_OVERHEAD_BYTES * (len(records) + 1)
         item = _Submission(
-            place=(run_key, source_id), first_seq=first_seq, last_seq=last_seq, records=records, size_bytes=size
+            place=(run_key, source_id),
+            first_seq=first_seq,
+            last_seq=last_seq,
+            records=records,
+            size_bytes=size,
         )
         with self._changed:
             if self._stopping:
                 raise StoreUnavailable("the server stops.", remedy="The agent sends these records again.")
             # One submission always fits into an empty queue, however large.
             if self._queued_bytes and self._queued_bytes + size > self._limit_bytes:
-                raise Busy(f"{self._queued_bytes} bytes wait to be written.", remedy="Send again a little later.")
+                raise Busy(
+                    f"{self._queued_bytes} bytes wait to be written.", remedy="Send again a little later."
+                )
             self._queue.append(item)
             self._queued_bytes += size
             self._changed.notify_all()
@@ -217,7 +230,11 @@ class LogWriter:
 
 def _rows(item: _Submission, reached: int) -> Iterable[dict[str, object]]:
     key, source_id = item.place
-    return ({"run_id": key, "source_id": source_id, "seq": seq, "data": data} for seq, data in item.records if seq > reached)
+    return (
+        {"run_id": key, "source_id": source_id, "seq": seq, "data": data}
+        for seq, data in item.records
+        if seq > reached
+    )
 
 
 def _insert(conn: Connection, frames: list[dict[str, object]]) -> None:
@@ -231,7 +248,9 @@ def _insert(conn: Connection, frames: list[dict[str, object]]) -> None:
 
 def _advance(conn: Connection, moved: dict[Place, int]) -> None:
     if moved:
-        rows = [{"of_run": key, "of_source": source_id, "seq": seq} for (key, source_id), seq in moved.items()]
+        rows = [
+            {"of_run": key, "of_source": source_id, "seq": seq} for (key, source_id), seq in moved.items()
+        ]
         conn.execute(_ADVANCE, rows)
 
 
@@ -273,7 +292,9 @@ def read_frames(
 
 def read_schemas(conn: Connection, run_key: int, source_id: int) -> list[tuple[int, bytes]]:
     """(seq, record) of every schema that a source has declared, acknowledged ones only, in order."""
-    return [(row.seq, row.data) for row in conn.execute(_SCHEMAS, {"of_run": run_key, "of_source": source_id})]
+    return [
+        (row.seq, row.data) for row in conn.execute(_SCHEMAS, {"of_run": run_key, "of_source": source_id})
+    ]
 
 
 def sources_with_unfolded(conn: Connection) -> list[Place]:

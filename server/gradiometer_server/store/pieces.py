@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row, bindparam, case, func, select
+from sqlalchemy import Connection, bindparam, case, func, select
 
 from gradiometer_server.domain.series import Buckets, Series, Tail
 from gradiometer_server.store.series import SeriesRow
@@ -71,8 +71,10 @@ class Piece:
     @property
     def first_step(self) -> int | None:
         """First step to draw, or None if nothing is left."""
-        known = [step for step in (self.row.first_step, *self.steps_N[:1].tolist()) if step is not None]
-        first = min(known, default=None)
+        first = self.row.first_step
+        if len(self.steps_N):
+            begin = int(self.steps_N[0])
+            first = begin if first is None else min(first, begin)
         return None if first is None or (self.end is not None and first > self.end) else first
 
     @property
@@ -80,8 +82,11 @@ class Piece:
         """Last step to draw, or None if nothing is left. Where a later attempt cuts the line: at most this."""
         if self.first_step is None:
             return None
-        last = max(step for step in (self.row.last_step, *self.steps_N[-1:].tolist()) if step is not None)
-        return last if self.end is None else min(last, self.end)
+        last = self.row.last_step
+        if len(self.steps_N):
+            end = int(self.steps_N[-1])
+            last = end if last is None else max(last, end)
+        return last if last is None or self.end is None else min(last, self.end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +96,8 @@ class Fetched:
     piece: Piece
     first: int
     last: int
-    summaries: Sequence[Row[Any]]
-    blocks: Sequence[Row[Any]]
+    summaries: Sequence[Any]
+    blocks: Sequence[Any]
 
 
 def make_piece(row: SeriesRow, tail: Tail | None, cut: int | None) -> Piece:
@@ -153,7 +158,7 @@ def points_of(fetched: Fetched) -> tuple[NDArray[np.int64], NDArray[np.float64]]
     return steps[begin:end], values[begin:end]
 
 
-def _decode(row: Row[Any], series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _decode(row: Any, series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     try:
         steps = codec.decode_steps(row.step0, row.stride, row.n, row.steps)
         return steps, codec.decode_values(row.data, row.n, series.width)
@@ -161,8 +166,10 @@ def _decode(row: Row[Any], series: Series) -> tuple[NDArray[np.int64], NDArray[n
         raise _in_place(error, row, series) from error
 
 
-def _in_place(error: codec.CorruptData, row: Row[Any], series: Series) -> codec.CorruptData:
-    return codec.CorruptData(f"{series.key}, attempt {series.attempt}, chunk at step {row.step0}: {error.reason}")
+def _in_place(error: codec.CorruptData, row: Any, series: Series) -> codec.CorruptData:
+    return codec.CorruptData(
+        f"{series.key}, attempt {series.attempt}, chunk at step {row.step0}: {error.reason}"
+    )
 
 
 def buckets_of(fetched: Fetched, width: int) -> list[Buckets]:
@@ -176,7 +183,7 @@ def buckets_of(fetched: Fetched, width: int) -> list[Buckets]:
     return [part for part in parts if len(part.first_step_B)]
 
 
-def _windows(rows: Sequence[Row[Any]], columns: int, dtype: str, series: Series) -> Buckets:
+def _windows(rows: Sequence[Any], columns: int, dtype: str, series: Series) -> Buckets:
     width = max(row.summary_width for row in rows)
     try:
         return buckets.decode_summaries(

@@ -22,8 +22,22 @@ from gradiometer_server.domain.names import LAYER_PREFIX
 from gradiometer_server.domain.series import Buckets, Tail
 from gradiometer_server.errors import InvalidRequest, NotFound
 from gradiometer_server.store.database import Database
-from gradiometer_server.store.pieces import Fetched, Piece, buckets_of, fetch, fetch_last, make_piece, points_of
-from gradiometer_server.store.series import SeriesRow, list_layouts, list_series, list_series_of_key, series_row_from
+from gradiometer_server.store.pieces import (
+    Fetched,
+    Piece,
+    buckets_of,
+    fetch,
+    fetch_last,
+    make_piece,
+    points_of,
+)
+from gradiometer_server.store.series import (
+    SeriesRow,
+    list_layouts,
+    list_series,
+    list_series_of_key,
+    series_row_from,
+)
 from gradiometer_server.store.tables import series, source
 from gradiometer_server.summaries import buckets as bucketing
 from gradiometer_server.summaries.columns import common_layout, places, spread, spread_values
@@ -36,7 +50,11 @@ Tails = Callable[[int], Mapping[int, Tail]]
 """Run key -> series id -> points that are folded but not flushed; an immutable snapshot."""
 
 _ATTEMPTS = (
-    select(source.c.ordinal, func.min(source.c.attempt).label("launch"), func.min(source.c.start_step).label("start"))
+    select(
+        source.c.ordinal,
+        func.min(source.c.attempt).label("launch"),
+        func.min(source.c.start_step).label("start"),
+    )
     .where(source.c.run_id == bindparam("of_run"))
     .group_by(source.c.ordinal)
 )
@@ -113,7 +131,12 @@ class SeriesReader:
         return (bucketing.merge(parts, width) if parts else bucketing.empty(width, columns)), begin, end
 
     def raw(
-        self, run_key: int, key: str, rank: int | None = None, first: int | None = None, last: int | None = None
+        self,
+        run_key: int,
+        key: str,
+        rank: int | None = None,
+        first: int | None = None,
+        last: int | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Exact steps (N,) and values (N, W) of a metric over first..last, bit for bit. Raises as `query`."""
         _check(first, last, 1)
@@ -147,7 +170,7 @@ class SeriesReader:
             layouts = {layout.layout_id: layout for layout in list_layouts(conn, run_key)}
             width, fetched = _fetch(conn, pieces, first, last, columns)
         common = _common(pieces, layouts)
-        parts = []
+        parts: list[Buckets] = []
         for one in fetched:
             to = places(layouts[_layout_id(one.piece)], common)
             parts.extend(spread(part, to, len(common.names)) for part in buckets_of(one, width))
@@ -165,7 +188,11 @@ class SeriesReader:
         tails = self._tails(run_key)
         limit = _MAX_STEP if step is None else step
         with self._database.read() as conn:
-            rows = [row for row in list_series(conn, run_key) if row.series.kind == "layer" and row.series.rank is None]
+            rows = [
+                row
+                for row in list_series(conn, run_key)
+                if row.series.kind == "layer" and row.series.rank is None
+            ]
             pieces = _cut(conn, run_key, rows, tails)
             layouts = {layout.layout_id: layout for layout in list_layouts(conn, run_key)}
             fetched = [fetch_last(conn, piece, limit) for piece in pieces]
@@ -214,10 +241,14 @@ def _check(first: int | None, last: int | None, buckets: int) -> None:
     if first is not None and last is not None and first > last:
         raise InvalidRequest(f"the range begins at step {first} but ends at {last}.", field="from")
     if not 1 <= buckets <= MAX_BUCKETS:
-        raise InvalidRequest(f"{buckets} buckets were asked for; it must be 1 to {MAX_BUCKETS}.", field="buckets")
+        raise InvalidRequest(
+            f"{buckets} buckets were asked for; it must be 1 to {MAX_BUCKETS}.", field="buckets"
+        )
 
 
-def _pieces(conn: Connection, run_key: int, key: str, rank: int | None, tails: Mapping[int, Tail]) -> list[Piece]:
+def _pieces(
+    conn: Connection, run_key: int, key: str, rank: int | None, tails: Mapping[int, Tail]
+) -> list[Piece]:
     rows = [row for row in list_series_of_key(conn, run_key, key) if row.series.rank == rank]
     if not rows:
         raise NotFound("metric", key if rank is None else f"{key} on rank {rank}")
@@ -236,7 +267,10 @@ def _cut(
         ends = attempt_cuts(
             [
                 AttemptSpan(
-                    ordinal=row.ordinal, launch=row.launch, start_step=row.start, first_reported=reported.get(row.ordinal)
+                    ordinal=row.ordinal,
+                    launch=row.launch,
+                    start_step=row.start,
+                    first_reported=reported.get(row.ordinal),
                 )
                 for row in attempts
             ]
@@ -295,7 +329,10 @@ def _last_point(fetched: Fetched) -> tuple[int, NDArray[np.float64]] | None:
 
 
 def _statistics_at(
-    at: int, found: Sequence[tuple[Piece, int, NDArray[np.float64]]], layouts: Mapping[int, Layout], common: Layout
+    at: int,
+    found: Sequence[tuple[Piece, int, NDArray[np.float64]]],
+    layouts: Mapping[int, Layout],
+    common: Layout,
 ) -> dict[str, NDArray[np.float64]]:
     result: dict[str, NDArray[np.float64]] = {}
     for piece, last, values in found:

@@ -98,7 +98,7 @@ _SOURCES = (
 )
 _RUN = select(run).where(run.c.run_id == bindparam("run_key"))
 _ALERTS = (
-    select(alert.c.run_id, alert.c.state, func.count().label("count"))
+    select(alert.c.run_id, alert.c.state, func.count().label("num_alerts"))
     .where(alert.c.run_id.in_(bindparam("keys", expanding=True)))
     .group_by(alert.c.run_id, alert.c.state)
 )
@@ -186,7 +186,9 @@ def list_runs(
     found = conn.execute(statement).all()
     page = _rows(conn, found[:limit], now_s)
     more = len(found) > limit
-    return RunPage(runs=tuple(page), next_cursor=f"{page[-1].created_s!r}_{page[-1].run_key}" if more else None)
+    return RunPage(
+        runs=tuple(page), next_cursor=f"{page[-1].created_s!r}_{page[-1].run_key}" if more else None
+    )
 
 
 def list_projects(conn: Connection) -> tuple[str, ...]:
@@ -196,7 +198,9 @@ def list_projects(conn: Connection) -> tuple[str, ...]:
 
 def _with_state(statement: Select[Any], state: State, now_s: float) -> Select[Any]:
     if state not in STATES:
-        raise InvalidRequest(f"no run state is named {state!r}.", field="state", remedy=f"Use one of {', '.join(STATES)}.")
+        raise InvalidRequest(
+            f"no run state is named {state!r}.", field="state", remedy=f"Use one of {', '.join(STATES)}."
+        )
     if state in ("running", "lost"):
         silent = run.c.heartbeat_s < now_s - LOST_AFTER_S
         return statement.where(run.c.outcome == "open", silent if state == "lost" else ~silent)
@@ -231,7 +235,7 @@ def _rows(conn: Connection, found: Sequence[Row[Any]], now_s: float) -> list[Run
     keys = {"keys": [row.run_id for row in found]}
     alerts: dict[int, dict[str, int]] = {}
     for row in conn.execute(_ALERTS, keys):
-        alerts.setdefault(row.run_id, {})[row.state] = row.count
+        alerts.setdefault(row.run_id, {})[row.state] = row.num_alerts
     dropped = {row[0]: int(row[1]) for row in conn.execute(_DROPPED, keys)}
     latest: dict[int, dict[str, float]] = {}
     last_step: dict[int, int] = {}

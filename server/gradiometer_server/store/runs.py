@@ -43,7 +43,9 @@ _LOCKED_RUN = select(run).where(run.c.run_id == bindparam("of_run")).with_for_up
 _INSERT_RUN = insert_or_ignore(run)
 _UPDATE_RUN = update(run).where(run.c.run_id == bindparam("of_run"))
 _SOURCE = select(source).where(
-    source.c.run_id == bindparam("of_run"), source.c.attempt == bindparam("launch"), source.c.rank == bindparam("of_rank")
+    source.c.run_id == bindparam("of_run"),
+    source.c.attempt == bindparam("launch"),
+    source.c.rank == bindparam("of_rank"),
 )
 _UPDATE_SOURCE = update(source).where(
     source.c.run_id == bindparam("of_run"), source.c.source_id == bindparam("of_source")
@@ -85,7 +87,7 @@ def ensure_run(conn: Connection, info: RunInfo, now_s: float) -> RunRow:
     tags = list(dict.fromkeys([*load_json(row.tags), *info.tags]))
     notes = row.notes or clean_text(info.notes)
     group = row.group_name or _clean(info.group)
-    changed = dict(config=dump_json(config), tags=dump_json(tags), notes=notes, group_name=group)
+    changed = {"config": dump_json(config), "tags": dump_json(tags), "notes": notes, "group_name": group}
     if any(row._mapping[name] != value for name, value in changed.items()):
         search = _search_text(row.public_id, row.name, tags, group, notes)
         update_run(conn, key, search=search, **changed)
@@ -96,13 +98,13 @@ def ensure_run(conn: Connection, info: RunInfo, now_s: float) -> RunRow:
 def _new_run(info: RunInfo, key: int, now_s: float) -> dict[str, object]:
     created_s = info.created_s if math.isfinite(info.created_s) else now_s
     name, notes, group = clean_text(info.name), clean_text(info.notes), _clean(info.group)
-    return dict(
-        run_id=key, public_id=clean_text(info.run_id), project=clean_text(info.project), name=name,
-        config=dump_json(dict(info.config)), tags=dump_json(list(info.tags)), notes=notes, group_name=group,
-        search=_search_text(info.run_id, name, list(info.tags), group, notes), created_s=created_s,
-        heartbeat_s=now_s, updated_s=now_s, outcome="open", attempts=0, world_size=0, unavailable="{}",
-        rejected_records=0, next_source_id=1, next_series_id=1, next_layout_id=1,
-    )  # fmt: skip
+    return {
+        "run_id": key, "public_id": clean_text(info.run_id), "project": clean_text(info.project), "name": name,
+        "config": dump_json(dict(info.config)), "tags": dump_json(list(info.tags)), "notes": notes, "group_name": group,
+        "search": _search_text(info.run_id, name, list(info.tags), group, notes), "created_s": created_s,
+        "heartbeat_s": now_s, "updated_s": now_s, "outcome": "open", "attempts": 0, "world_size": 0, "unavailable": "{}",
+        "rejected_records": 0, "next_source_id": 1, "next_series_id": 1, "next_layout_id": 1,
+    }  # fmt: skip
 
 
 def _check_identity(row: Row[Any], info: RunInfo) -> None:
@@ -166,12 +168,12 @@ def _ordinal(info: SourceInfo, earlier: tuple[SourceRow, ...]) -> int:
 
 
 def _new_source(info: SourceInfo, run_key: int, source_id: int, ordinal: int) -> dict[str, object]:
-    return dict(
-        run_id=run_key, source_id=source_id, rank=info.rank, attempt=info.attempt, ordinal=ordinal,
-        world_size=info.world_size, local_rank=info.local_rank, host=clean_text(info.host), pid=info.pid,
-        started_s=info.started_s if math.isfinite(info.started_s) else 0.0, start_step=info.start_step,
-        environment=dump_json(dict(info.environment)), acked_seq=0, folded_seq=0, dropped_reports=0, closed=False,
-    )  # fmt: skip
+    return {
+        "run_id": run_key, "source_id": source_id, "rank": info.rank, "attempt": info.attempt, "ordinal": ordinal,
+        "world_size": info.world_size, "local_rank": info.local_rank, "host": clean_text(info.host), "pid": info.pid,
+        "started_s": info.started_s if math.isfinite(info.started_s) else 0.0, "start_step": info.start_step,
+        "environment": dump_json(dict(info.environment)), "acked_seq": 0, "folded_seq": 0, "dropped_reports": 0, "closed": False,
+    }  # fmt: skip
 
 
 def heartbeat(conn: Connection, run_key: int, now_s: float, dropped: Mapping[int, int] | None = None) -> None:
@@ -193,7 +195,8 @@ def set_exit(conn: Connection, run_key: int, source_id: int, exit: Mapping[str, 
             "inferred": bool(exit.get("inferred"))}  # fmt: skip
     open_source = _UPDATE_SOURCE.where(source.c.closed.is_(False))
     conn.execute(
-        open_source.values(closed=True, exit=dump_json(kept), exit_s=now_s), {"of_run": run_key, "of_source": source_id}
+        open_source.values(closed=True, exit=dump_json(kept), exit_s=now_s),
+        {"of_run": run_key, "of_source": source_id},
     )
     update_run(conn, run_key, updated_s=now_s)
     _refresh_outcome(conn, run_key)
@@ -214,7 +217,9 @@ def _refresh_outcome(conn: Connection, run_key: int) -> None:
     ranks = [row for row in sources if row.attempt == sources[-1].attempt]
     ended = {kind: row for row in reversed(ranks) if row.exit for kind in (outcome_of(row.exit),)}
     is_open = any(row.exit is None for row in ranks)
-    outcome = next((kind for kind in ("crashed", "failed") if kind in ended), "open" if is_open else "finished")
+    outcome = next(
+        (kind for kind in ("crashed", "failed") if kind in ended), "open" if is_open else "finished"
+    )
     last = ended.get(outcome)
     update_run(
         conn,
@@ -238,4 +243,6 @@ def count_rejected(conn: Connection, run_key: int, n: int, last_reason: str) -> 
     statement = _UPDATE_RUN.values(
         rejected_records=run.c.rejected_records + bindparam("more"), last_rejection=bindparam("reason")
     )
-    conn.execute(statement, {"of_run": run_key, "more": n, "reason": clean_text(last_reason)[:_MAX_TEXT_CHARS]})
+    conn.execute(
+        statement, {"of_run": run_key, "more": n, "reason": clean_text(last_reason)[:_MAX_TEXT_CHARS]}
+    )

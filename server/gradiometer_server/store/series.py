@@ -51,7 +51,9 @@ _LAYOUT_BY_DIGEST = select(layout.c.layout_id).where(
     layout.c.run_id == bindparam("of_run"), layout.c.digest == bindparam("digest")
 )
 _OF_RUN = select(series).where(series.c.run_id == bindparam("of_run")).order_by(series.c.series_id)
-_OF_ATTEMPT = select(series).where(series.c.run_id == bindparam("of_run"), series.c.attempt == bindparam("ordinal"))
+_OF_ATTEMPT = select(series).where(
+    series.c.run_id == bindparam("of_run"), series.c.attempt == bindparam("ordinal")
+)
 _OF_KEY = (
     select(series)
     .where(series.c.run_id == bindparam("of_run"), series.c.key == bindparam("metric"))
@@ -69,7 +71,13 @@ def ensure_layout(conn: Connection, run_key: int, names: Sequence[str], numels: 
     layout_id = conn.execute(_LAYOUT_BY_DIGEST, {"of_run": run_key, "digest": digest}).scalar()
     if layout_id is None:
         layout_id = row.next_layout_id
-        columns = dict(run_id=run_key, layout_id=layout_id, digest=digest, names=names_text, numels=numels_text)
+        columns = {
+            "run_id": run_key,
+            "layout_id": layout_id,
+            "digest": digest,
+            "names": names_text,
+            "numels": numels_text,
+        }
         conn.execute(layout.insert(), columns)
         update_run(conn, run_key, next_layout_id=layout_id + 1)
     return Layout(layout_id=layout_id, names=tuple(names), numels=tuple(numels))
@@ -78,7 +86,9 @@ def ensure_layout(conn: Connection, run_key: int, names: Sequence[str], numels: 
 def list_layouts(conn: Connection, run_key: int) -> tuple[Layout, ...]:
     """All layouts of a run, in order of appearance."""
     return tuple(
-        Layout(layout_id=row.layout_id, names=tuple(load_json(row.names)), numels=tuple(load_json(row.numels)))
+        Layout(
+            layout_id=row.layout_id, names=tuple(load_json(row.names)), numels=tuple(load_json(row.numels))
+        )
         for row in conn.execute(_LAYOUTS, {"of_run": run_key})
     )
 
@@ -91,7 +101,9 @@ def get_layout(conn: Connection, run_key: int, layout_id: int) -> Layout:
     raise NotFound("layout", str(layout_id))
 
 
-def ensure_series(conn: Connection, run_key: int, attempt: int, keys: Iterable[SeriesKey]) -> dict[SeriesKey, Series]:
+def ensure_series(
+    conn: Connection, run_key: int, attempt: int, keys: Iterable[SeriesKey]
+) -> dict[SeriesKey, Series]:
     """The series of an attempt (its ordinal) for these keys; missing ones are made. One call for many keys.
 
     Raises:
@@ -121,10 +133,10 @@ def _identity(found: Series) -> tuple[str, int | None, int | None]:
 
 
 def _new_row(found: Series) -> dict[str, object]:
-    return dict(
-        run_id=found.run_key, series_id=found.series_id, attempt=found.attempt, key=found.key, rank=found.rank,
-        kind=found.kind, width=found.width, layout_id=found.layout_id, version=0, num_points=0, num_nonfinite=0,
-    )  # fmt: skip
+    return {
+        "run_id": found.run_key, "series_id": found.series_id, "attempt": found.attempt, "key": found.key, "rank": found.rank,
+        "kind": found.kind, "width": found.width, "layout_id": found.layout_id, "version": 0, "num_points": 0, "num_nonfinite": 0,
+    }  # fmt: skip
 
 
 def list_series(conn: Connection, run_key: int) -> list[SeriesRow]:

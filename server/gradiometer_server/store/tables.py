@@ -64,9 +64,7 @@ source: Final = _table(
     Index("ux_source_writer", "run_id", "attempt", "rank", unique=True),
 )  # fmt: skip
 
-source_schema: Final = _table(
-    "source_schema", _key("run_id"), _key("source_id"), _key("seq"), _blob("data")
-)
+source_schema: Final = _table("source_schema", _key("run_id"), _key("source_id"), _key("seq"), _blob("data"))
 """Schema records, kept when their frames are folded away: later frames of the source need them."""
 
 layout: Final = _table(

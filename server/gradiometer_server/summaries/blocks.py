@@ -90,7 +90,15 @@ def problem_of(block: Block, width: int) -> str | None:
 
 def _summary_problem(block: Block, stored: Buckets, computed: Buckets) -> str | None:
     # Extremes, counts and steps must agree exactly; a mean may differ in its last digits between numpy versions.
-    for name in ("first_step_B", "min_BW", "max_BW", "num_finite_BW", "num_nan_BW", "num_pos_inf_BW", "num_neg_inf_BW"):
+    for name in (
+        "first_step_B",
+        "min_BW",
+        "max_BW",
+        "num_finite_BW",
+        "num_nan_BW",
+        "num_pos_inf_BW",
+        "num_neg_inf_BW",
+    ):
         if not np.array_equal(getattr(stored, name), getattr(computed, name), equal_nan=True):
             return f"its summary differs from its values in {name.rsplit('_', 1)[0]}"
     if not np.allclose(stored.mean_BW, computed.mean_BW, rtol=1e-9, atol=0, equal_nan=True):

@@ -26,7 +26,9 @@ _WIDE: Final = 8
 def group_starts(steps_N: NDArray[np.int64], width: int) -> NDArray[np.intp]:
     """Where each bucket's points begin (B,), for rising steps."""
     bucket_N = steps_N >> (width.bit_length() - 1)
-    return np.concatenate([np.zeros(1, np.intp), np.flatnonzero(bucket_N[1:] != bucket_N[:-1]) + 1])[: len(steps_N)]
+    return np.concatenate([np.zeros(1, np.intp), np.flatnonzero(bucket_N[1:] != bucket_N[:-1]) + 1])[
+        : len(steps_N)
+    ]
 
 
 def reduce_groups(ufunc: np.ufunc, values_NW: NDArray[Any], starts_B: NDArray[np.intp]) -> NDArray[Any]:

@@ -61,7 +61,7 @@ def pack(array: NDArray[Any]) -> bytes:
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     planes_KN = little.reshape(-1).view(np.uint8).reshape(-1, little.itemsize).T
     head = bytes((CODEC_VERSION, _CODES[little.dtype.str]))
-    return head + _zstd.compressor.compress(np.ascontiguousarray(planes_KN))
+    return head + _zstd.compressor.compress(planes_KN.tobytes())
 
 
 def unpack(data: bytes, count: int) -> NDArray[Any]:
@@ -71,9 +71,13 @@ def unpack(data: bytes, count: int) -> NDArray[Any]:
         CorruptData: an unknown version, a failed checksum, or another number of items than `count`.
     """
     if len(data) < 2 or data[0] != CODEC_VERSION or data[1] not in _TYPES:
-        raise CorruptData(f"a block starts with {data[:2].hex() or 'nothing'}, which no codec of this version writes")
+        raise CorruptData(
+            f"a block starts with {data[:2].hex() or 'nothing'}, which no codec of this version writes"
+        )
     dtype = np.dtype(_TYPES[data[1]])
-    planes_KN = np.frombuffer(_decompress(data[2:], count * dtype.itemsize), np.uint8).reshape(dtype.itemsize, count)
+    planes_KN = np.frombuffer(_decompress(data[2:], count * dtype.itemsize), np.uint8).reshape(
+        dtype.itemsize, count
+    )
     # Strided stores into the result are six times as fast as a transpose and a copy.
     items_NK = np.empty((count, dtype.itemsize), np.uint8)
     for place in range(dtype.itemsize):
@@ -89,7 +93,9 @@ def pack_bytes(data: bytes) -> bytes:
 def unpack_bytes(data: bytes) -> bytes:
     """Inverse of `pack_bytes`. Raises `CorruptData`."""
     if len(data) < 2 or data[0] != CODEC_VERSION or data[1] != _PLAIN:
-        raise CorruptData(f"a record starts with {data[:2].hex() or 'nothing'}, which no codec of this version writes")
+        raise CorruptData(
+            f"a record starts with {data[:2].hex() or 'nothing'}, which no codec of this version writes"
+        )
     return _decompress(data[2:], None)
 
 

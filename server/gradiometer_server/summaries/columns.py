@@ -40,10 +40,12 @@ def spread(buckets: Buckets, places_W: NDArray[np.intp], num_layers: int) -> Buc
         return buckets
 
     def real(values_BW: NDArray[np.float64]) -> NDArray[np.float64]:
-        return _spread_rows(values_BW, places_W, num_layers, np.nan)
+        moved: NDArray[np.float64] = _spread_rows(values_BW, places_W, num_layers, np.nan)
+        return moved
 
     def count(values_BW: NDArray[np.int64]) -> NDArray[np.int64]:
-        return _spread_rows(values_BW, places_W, num_layers, 0)
+        moved: NDArray[np.int64] = _spread_rows(values_BW, places_W, num_layers, 0)
+        return moved
 
     return Buckets(
         width=buckets.width,
@@ -58,12 +60,17 @@ def spread(buckets: Buckets, places_W: NDArray[np.intp], num_layers: int) -> Buc
     )
 
 
-def spread_values(values_W: NDArray[np.float64], places_W: NDArray[np.intp], num_layers: int) -> NDArray[np.float64]:
+def spread_values(
+    values_W: NDArray[np.float64], places_W: NDArray[np.intp], num_layers: int
+) -> NDArray[np.float64]:
     """One row of values at their places (L,); ABSENT elsewhere."""
-    return _spread_rows(values_W[None], places_W, num_layers, ABSENT)[0]
+    moved_L: NDArray[np.float64] = _spread_rows(values_W[None], places_W, num_layers, ABSENT)[0]
+    return moved_L
 
 
-def _spread_rows(values_BW: NDArray[Any], places_W: NDArray[np.intp], num_layers: int, fill: Any) -> NDArray[Any]:
+def _spread_rows(
+    values_BW: NDArray[Any], places_W: NDArray[np.intp], num_layers: int, fill: Any
+) -> NDArray[Any]:
     result_BL = np.full((len(values_BW), num_layers), fill, values_BW.dtype)
     known = places_W >= 0
     result_BL[:, places_W[known]] = values_BW[:, known]

@@ -32,7 +32,9 @@ def display_width(first: int, last: int, most_buckets: int) -> int:
     return 1 << shift
 
 
-def needs_points(chunk: StoredChunk, *, first: int, last: int, width: int, tail_steps_N: NDArray[np.int64]) -> bool:
+def needs_points(
+    chunk: StoredChunk, *, first: int, last: int, width: int, tail_steps_N: NDArray[np.int64]
+) -> bool:
     """Whether the chunk's points must be decoded, because its summary cannot answer exactly.
 
     So it is when its windows are wider than the buckets, when the range cuts it, or when a step that is not yet in a
