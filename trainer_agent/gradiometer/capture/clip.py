@@ -1,0 +1,153 @@
+"""Sees the gradients just before `torch.nn.utils.clip_grad_norm_` changes them, however the user imported it.
+
+Clipping makes attribution impossible: one NaN in one parameter becomes NaN everywhere, one Inf makes every other
+gradient 0. `clip_grad_norm_`, `get_total_norm` and every alias taken earlier end in one private function object,
+`torch.nn.utils.clip_grad._get_total_norm`, a `no_grad` wrapper whose only closure cell holds the real function; so
+the cell is patched. If torch no longer looks like that, the module's attributes are replaced, which misses only
+`from torch.nn.utils import clip_grad_norm_` done earlier. FSDP1 has its own method, patched on the class.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+
+
+class ClipListener(Protocol):
+    """Told about clipping. Must not raise."""
+
+    def before_clip(self, gradients: list[torch.Tensor]) -> None:
+        """`gradients` are about to be measured and scaled."""
+        ...
+
+    def after_clip(self, gradients: list[torch.Tensor], total_norm: torch.Tensor) -> None:
+        """Clipping measured `total_norm` for them."""
+        ...
+
+
+_listeners: Final[list[ClipListener]] = []
+_undo: Final[list[Callable[[], None]]] = []
+_lock: Final = threading.Lock()
+
+
+def subscribe(listener: ClipListener) -> str | None:
+    """Tell `listener` about every clip in this process; returns what will be missed, or None."""
+    with _lock:
+        problem = None
+        if not _undo:
+            problem = _patch()
+        _listeners.append(listener)
+        return problem
+
+
+def unsubscribe(listener: ClipListener) -> None:
+    """Undo `subscribe`; after the last one torch is as it was."""
+    with _lock:
+        if listener in _listeners:
+            _listeners.remove(listener)
+        if not _listeners:
+            while _undo:
+                _undo.pop()()
+
+
+def _patch() -> str | None:
+    from torch.nn.utils import clip_grad
+
+    problem = None
+    if not _patch_cell(getattr(clip_grad, "_get_total_norm", None)):
+        problem = _patch_attributes(clip_grad)
+    _patch_fsdp1()
+    return problem
+
+
+def _patch_cell(wrapper: Any) -> bool:
+    cells = getattr(wrapper, "__closure__", None)
+    if not cells or len(cells) != 1 or not callable(cells[0].cell_contents):
+        return False
+    cell = cells[0]
+    original = cell.cell_contents
+    patched = _observing(original)
+    cell.cell_contents = patched
+
+    def undo() -> None:
+        # Somebody may have patched on top of us; then our layer stays, without listeners, and only passes on.
+        if cell.cell_contents is patched:
+            cell.cell_contents = original
+
+    _undo.append(undo)
+    return True
+
+
+def _patch_attributes(clip_grad: Any) -> str | None:
+    original = getattr(clip_grad, "clip_grad_norm_", None)
+    if original is None:
+        return "this torch has no clip_grad_norm_: statistics are of the gradients as the optimizer gets them"
+    patched = _observing_parameters(original)
+    for module in (clip_grad, torch.nn.utils):
+        module.clip_grad_norm_ = patched
+        _undo.append(functools.partial(setattr, module, "clip_grad_norm_", original))
+    return (
+        "this torch hides its norm function: a clip_grad_norm_ imported by name before watch() is not seen, and "
+        "statistics are then of the clipped gradients"
+    )
+
+
+def _patch_fsdp1() -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    if kind is None:
+        return
+    original = kind.clip_grad_norm_
+
+    @functools.wraps(original)
+    def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        _tell_before(gradients)
+        norm = original(self, *args, **kwargs)
+        _tell_after(gradients, norm)
+        return norm
+
+    kind.clip_grad_norm_ = clip_grad_norm_
+    _undo.append(functools.partial(setattr, kind, "clip_grad_norm_", original))
+
+
+def _observing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        # The argument may be a generator, which can be walked once.
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        # Before the original, because that can raise (mixed meshes).
+        _tell_before(gradients)
+        norm = original(gradients, *args, **kwargs)
+        _tell_after(gradients, norm)
+        return norm
+
+    return get_total_norm
+
+
+def _observing_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        owners = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        gradients = [owner.grad for owner in owners if owner.grad is not None]
+        _tell_before(gradients)
+        norm = original(owners, *args, **kwargs)
+        _tell_after(gradients, norm)
+        return norm
+
+    return clip_grad_norm_
+
+
+def _tell_before(gradients: list[torch.Tensor]) -> None:
+    for listener in tuple(_listeners):
+        listener.before_clip(gradients)
+
+
+def _tell_after(gradients: list[torch.Tensor], total_norm: Any) -> None:
+    for listener in tuple(_listeners):
+        listener.after_clip(gradients, total_norm)

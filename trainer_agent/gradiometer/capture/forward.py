@@ -1,0 +1,196 @@
+"""Finds the first module whose output held NaN or Inf in the forward pass.
+
+A gradient can only say which layers went bad in backward order; a NaN born in the forward pass spoils all of them.
+Forward hooks on the leaf modules keep the extremes of each output as device scalars. They are read back once per
+optimizer step, on the agent's thread. Nothing of an output is kept, nothing is added to the autograd graph and no
+random number is drawn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from gradiometer.capture import layout, readback
+from gradiometer.capture.readback import Readback
+from gradiometer.guard import Guard
+
+MAX_LEAVES: Final = 512
+MAX_MODULES_NAMED: Final = 20
+_FOLD: Final = 1024
+"""Outputs held as loose scalars before they are packed into one tensor: bounds memory under long accumulation."""
+MAX_BLOCKS: Final = 64
+"""Packed tensors kept per step; outputs after 65,536 in one step are not looked at."""
+
+
+class ForwardReport:
+    """Extremes of the outputs of one step, on their way to the agent's thread.
+
+    Args:
+        order: names of the modules whose outputs were seen, in forward order.
+        extremes: for each block of outputs, values of shape (2 * outputs,): minimum and maximum in turn.
+    """
+
+    __slots__ = ("_extremes", "_order")
+
+    def __init__(self, order: tuple[str, ...], extremes: tuple[Readback, ...]) -> None:
+        self._order = order
+        self._extremes = extremes
+
+    def nonfinite_modules(self) -> list[str]:
+        """Modules with a non-finite output, first in forward order first; at most 20. Agent thread only."""
+        if not self._extremes:
+            return []
+        values = np.concatenate([block.values() for block in self._extremes]).reshape(-1, 2)
+        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        names = dict.fromkeys(self._order[index] for index in bad)
+        return list(names)[:MAX_MODULES_NAMED]
+
+
+class _LeafHook:
+    """A forward hook that a copy or a pickle of the model leaves behind."""
+
+    __slots__ = ("_name", "_probe")
+
+    def __init__(self, probe: ForwardProbe, name: str) -> None:
+        self._probe = probe
+        self._name = name
+
+    # Hot path: training thread, once per leaf module and forward pass. Must return None (anything else would
+    # replace the output), keep no reference to the output, and read no value.
+    def __call__(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
+        # While torch.compile traces, the test is a constant, so a model compiled later gets no side effect.
+        if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
+            return
+        self._probe.see(self._name, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_inert_hook, ())
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        return _ignore
+
+
+def _ignore(_module: Any, _args: Any, _output: Any) -> None:
+    """The hook of a copied model: the run watches the original."""
+
+
+def _inert_hook() -> Any:
+    return _ignore
+
+
+class ForwardProbe:
+    """Forward hooks on the leaf modules of one model.
+
+    Attributes:
+        spent_s: time spent in the hooks on the training thread so far.
+    """
+
+    def __init__(self, model: torch.nn.Module, guard: Guard, prefix: str = "") -> None:
+        self._guard = guard
+        self.spent_s = 0.0
+        self._order: list[str] = []
+        self._loose: list[torch.Tensor] = []
+        self._blocks: list[Readback] = []
+        self._handles = [
+            module.register_forward_hook(_LeafHook(self, prefix + layout.plain_name(model, name)))
+            for name, module in leaves(model)
+        ]
+
+    def see(self, name: str, output: Any) -> None:
+        """Keep the extremes of one output; called by the hooks."""
+        started_s = time.perf_counter()
+        self._guard.call("forward probe", self._record, name, output)
+        self.spent_s += time.perf_counter() - started_s
+
+    def _record(self, name: str, output: Any) -> None:
+        if len(self._blocks) >= MAX_BLOCKS:
+            return
+        tensor = _first_floating(output)
+        if tensor is None or tensor.numel() == 0:
+            return
+        with torch.no_grad():
+            self._loose += torch.aminmax(tensor.detach())
+        self._order.append(name)
+        if len(self._loose) >= 2 * _FOLD:
+            self._fold()
+
+    def _fold(self) -> None:
+        # Modules of one model may sit on several devices: consecutive outputs of one device make a block.
+        while self._loose:
+            device = self._loose[0].device
+            end = next((i for i, value in enumerate(self._loose) if value.device != device), len(self._loose))
+            self._blocks.append(readback.start(readback.pack(self._loose[:end])))
+            self._loose = self._loose[end:]
+
+    def take(self) -> ForwardReport | None:
+        """What was seen since the last call; None if nothing was."""
+        self._fold()
+        if not self._blocks:
+            return None
+        report = ForwardReport(tuple(self._order), tuple(self._blocks))
+        self._order, self._blocks = [], []
+        return report
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._order, self._loose, self._blocks = [], [], []
+
+
+def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules without submodules, by name, that compute something."""
+    for name, module in model.named_modules():
+        if next(module.children(), None) is None and not isinstance(module, torch.nn.Identity):
+            yield name, module
+
+
+def why_not(model: torch.nn.Module, forward: bool | None) -> str | None:
+    """Why the forward probe stays off for this model, or None if it can be on.
+
+    Args:
+        forward: the user's wish; None: on where it is known to be cheap.
+    """
+    if forward is False:
+        return "switched off by watch(forward=False)"
+    modules = list(model.modules())
+    if any(_is_compiled(module) for module in modules):
+        return "the model is compiled: a hook with a side effect would break its graphs"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        return "the model is a TorchScript module"
+    if forward is None:
+        return _why_not_by_default(model)
+    return None
+
+
+def _why_not_by_default(model: torch.nn.Module) -> str | None:
+    num_leaves = sum(1 for _ in leaves(model))
+    if num_leaves > MAX_LEAVES:
+        return f"the model has {num_leaves} leaf modules, more than {MAX_LEAVES}: pass watch(forward=True) to probe them"
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return "the model is on an accelerator, where the probe's cost has not been measured: pass watch(forward=True)"
+    return None
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _first_floating(output: Any, depth: int = 3) -> torch.Tensor | None:
+    """The first floating-point tensor in a module's output (a tensor, tuple, list, dict or dataclass-like)."""
+    if layout.is_distributed(output):
+        output = output._local_tensor
+    if isinstance(output, torch.Tensor):
+        return output if output.is_floating_point() and output.layout == torch.strided else None
+    if depth == 0:
+        return None
+    parts = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    )
+    return next((found for part in parts if (found := _first_floating(part, depth - 1)) is not None), None)

@@ -1,0 +1,116 @@
+"""One pass over the gradients of one watch: every parameter's local gradient, whatever holds it.
+
+Plain tensors, DTensors (their local shard, no dispatch), FSDP1's flat pieces, empty shards, missing gradients, sparse
+and half-precision gradients. What cannot be read is left out (count 0) and reported once with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradiometer.capture import eager, layout
+from gradiometer.capture.layout import Layout
+from gradiometer.capture.readback import Readback
+from gradiometer.capture.statistics import WIDTH, Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partials:
+    """Statistics of one step on their way to the agent's thread.
+
+    Attributes:
+        layout: what the rows mean.
+        blocks: row numbers in the table, and the rows.
+    """
+
+    layout: Layout
+    blocks: tuple[tuple[list[int], Readback], ...]
+
+    def table(self) -> Floats:
+        """Float64, shape (layers, 7); still multiplied by the loss scale if the gradients were. Agent thread only."""
+        table = np.zeros((len(self.layout.layers), WIDTH))
+        for rows, readback in self.blocks:
+            table[rows] = readback.values()
+        return table
+
+
+class GradientReader:
+    """Reads the gradients of the parameters that one optimizer updates.
+
+    Args:
+        unavailable: told a metric and the reason why it cannot be collected; called at most once per reason.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Any, prefix: str, unavailable: Callable[[str, str], None]
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._prefix = prefix
+        self._unavailable = unavailable
+        self._layout: Layout | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The current layers; built at first use, and again when the optimizer got other parameters."""
+        if self._layout is None or self._layout.num_in_optimizer != layout.num_in_optimizer(self._optimizer):
+            self._layout = layout.build(self._model, self._optimizer, self._prefix)
+        return self._layout
+
+    # Hot path: training thread, once per optimizer step. Must not change a tensor, read a value of a device
+    # tensor, dispatch on a DTensor (it may run a collective) or keep a reference to a gradient.
+    @torch.no_grad()
+    def read(self) -> Partials:
+        """Statistics of all gradients as they are now."""
+        current = self.layout
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
+        blocks: list[tuple[list[int], Readback]] = []
+        for row, parameter in enumerate(current.parameters):
+            gradient = self._local(parameter)
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                blocks.append(([row], eager.read_sparse(gradient)))
+                continue
+            rows, gradients = groups.setdefault((gradient.device, gradient.dtype), ([], []))
+            rows.append(row)
+            gradients.append(gradient)
+        for (device, _), (rows, gradients) in groups.items():
+            read = eager.read_cpu if device.type == "cpu" else eager.read_device
+            blocks.append((rows, read(gradients)))
+        return Partials(layout=current, blocks=tuple(blocks))
+
+    def _local(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of a gradient; None if there is none, or none that can be read."""
+        gradient: Any = parameter.grad
+        if gradient is None:
+            return None
+        if layout.is_distributed(gradient):
+            if any(layout.is_partial(placement) for placement in gradient.placements):
+                self._unavailable(
+                    "grad/layers",
+                    "some gradients are Partial DTensors, whose sums of squares cannot be merged",
+                )
+                return None
+            gradient = gradient._local_tensor
+        local: torch.Tensor = gradient
+        reason = _unreadable(local)
+        if reason is not None:
+            self._unavailable("grad/layers", reason)
+            return None
+        return local if local.numel() else None
+
+
+def _unreadable(gradient: torch.Tensor) -> str | None:
+    if gradient.is_complex():
+        return "gradients of complex parameters have no order, so no minimum and maximum"
+    if gradient.layout != torch.strided and not (gradient.is_sparse and gradient.device.type == "cpu"):
+        return "a sparse gradient on a device cannot be read without stopping the training loop for it"
+    if gradient.is_meta:
+        return "the parameters are on the meta device"
+    return None

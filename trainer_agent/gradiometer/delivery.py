@@ -1,0 +1,78 @@
+"""The run's dealings with the node's uplink process: start it, wake it, and wait for it at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from gradiometer import spool, uplink
+from gradiometer.guard import Guard
+from gradiometer.settings import Settings
+
+_log: Final = logging.getLogger(__name__)
+
+_ENSURE_EVERY_S: Final = 10.0
+
+
+class Delivery:
+    """What happens to records after they reached the spool. Offline: nothing.
+
+    Args:
+        writer: looked at for its place and its last number only.
+    """
+
+    def __init__(self, writer: spool.SpoolWriter, settings: Settings, *, rank: int, guard: Guard) -> None:
+        self._writer = writer
+        self._settings = settings
+        self._rank = rank
+        self._guard = guard
+        self._online = settings.mode == "online"
+        self._ensured_s = 0.0
+        self._ensuring = threading.Lock()
+        self.directory: Path = writer.directory
+
+    def start(self) -> None:
+        """Make sure that the node's uplink runs."""
+        if self._online:
+            self._ensured_s = time.monotonic()
+            self._guard.tolerate("uplink", self._ensure)
+
+    def _ensure(self) -> None:
+        with self._ensuring:
+            uplink.ensure_running(
+                self._writer.attempt_directory, url=self._settings.url, token=self._settings.token
+            )
+
+    def appended(self) -> None:
+        """There may be more to send. Agent thread."""
+        if not self._online:
+            return
+        uplink.wake(self._writer.attempt_directory)
+        now_s = time.monotonic()
+        if now_s - self._ensured_s > _ENSURE_EVERY_S:
+            # Somebody may have killed it; the lock in the attempt's folder keeps a second one from starting.
+            self._ensured_s = now_s
+            self._guard.tolerate("uplink", self._ensure)
+
+    def finish(self, due_s: float) -> None:
+        """Wait for the delivery of everything until `due_s` (monotonic), else say what remains."""
+        if not self._online:
+            return
+        uplink.wake(self._writer.attempt_directory)
+        seq = self._writer.seq
+        left_s = max(0.0, due_s - time.monotonic())
+        delivered = self._guard.tolerate(
+            "uplink", uplink.wait_delivered, self._writer.attempt_directory, self._rank, seq, left_s
+        )
+        if not delivered:
+            remaining = max(0, seq - spool.read_acked(self.directory))
+            _log.warning(
+                "gradiometer: %d records are still in the spool at %s. They are sent as soon as %s answers; "
+                "`gradiometer sync` sends them too.",
+                remaining,
+                self.directory,
+                self._settings.url,
+            )

@@ -1,0 +1,201 @@
+"""Carries reports from the training thread to the spool: a bounded queue and the agent's one thread.
+
+The training thread only puts and never waits; when the queue is full the report is dropped and counted. The agent's
+thread waits for the device, encodes, appends to the spool and wakes the uplink. An idle agent writes a report at
+once; a busy one gathers 20 ms of them into one write.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from gradiometer import wire
+from gradiometer.drops import Drop, Drops
+from gradiometer.records import Records
+from gradiometer.reports import EventReport, Report
+from gradiometer.spool import SpoolError, SpoolFull, SpoolWriter
+
+_log: Final = logging.getLogger(__name__)
+
+CAPACITY: Final = 4096
+"""Reports in the queue. At 100 steps and logs per second: 20 s of a stalled disk."""
+_GATHER_S: Final = 0.02
+_TELL_DROPS_S: Final = 1.0
+_IDLE_S: Final = 5.0
+_BATCH_REPORTS: Final = 256
+
+QUEUE_FULL: Final = "the agent's queue was full"
+SPOOL_FULL: Final = "the spool was full"
+SPOOL_BROKEN: Final = "the spool could not be written"
+INTERNAL: Final = "internal error of the agent"
+
+
+class _Flush:
+    """Asks the agent's thread to say when everything before it is in the spool."""
+
+    def __init__(self, *, last: bool) -> None:
+        self.done = threading.Event()
+        self.last = last
+
+
+class Feeder:
+    """The queue and its thread.
+
+    Args:
+        writer: used by the agent's thread alone, and closed by it.
+        drops: shared with the training thread.
+        appended: called on the agent's thread after records reached the spool, and every 5 idle seconds.
+    """
+
+    def __init__(
+        self, writer: SpoolWriter, drops: Drops, appended: Callable[[], None], *, capacity: int = CAPACITY
+    ) -> None:
+        self._writer = writer
+        self._drops = drops
+        self._appended = appended
+        self._capacity = capacity
+        # SimpleQueue: put is one C call without a Python lock, and safe inside a signal handler.
+        self._queue: queue.SimpleQueue[Report | _Flush] = queue.SimpleQueue()
+        self._records = Records()
+        self._told_drops_s = 0.0
+        self._exited = False
+        self._hurry = threading.Event()
+        self._closing: _Flush | None = None
+        self._thread = threading.Thread(target=self._run, name="gradiometer-agent", daemon=True)
+        self._thread.start()
+
+    # Hot path: training thread. Must not wait, do I/O or allocate more than the report it was given.
+    def put(self, report: Report) -> None:
+        """Queue a report, or drop and count it."""
+        if self._queue.qsize() >= self._capacity:
+            self._drops.add(QUEUE_FULL, report.step)
+            return
+        self._queue.put(report)
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until everything queued before is in the spool; False if that took longer than `deadline_s`."""
+        return self._wait(_Flush(last=False), deadline_s)
+
+    def close(self, deadline_s: float) -> bool:
+        """Flush, close the spool's writer and end the thread; False if that took longer than `deadline_s`."""
+        if self._closing is None:
+            self._closing = _Flush(last=True)
+            return self._wait(self._closing, deadline_s)
+        return self._closing.done.wait(max(0.0, deadline_s))
+
+    def put_essential(self, report: Report) -> None:
+        """Queue a report that is written even if the queue is full: how the run ended."""
+        self._queue.put(report)
+
+    def _wait(self, marker: _Flush, deadline_s: float) -> bool:
+        self._queue.put(marker)
+        self._hurry.set()
+        return marker.done.wait(max(0.0, deadline_s))
+
+    def _run(self) -> None:
+        flushed_s = 0.0
+        while True:
+            batch = self._next_batch(flushed_s)
+            markers = [item for item in batch if isinstance(item, _Flush)]
+            try:
+                self._process([item for item in batch if not isinstance(item, _Flush)], final=bool(markers))
+            except Exception as error:  # noqa: BLE001  top of the worker's loop: the agent must outlive a bad report
+                self._drops.add(INTERNAL, None, detail=repr(error))
+                _log.error("gradiometer: the agent's thread failed on a batch: %r", error, exc_info=error)
+            flushed_s = time.monotonic()
+            last = any(marker.last for marker in markers)
+            if last:
+                self._writer.close()
+            for marker in markers:
+                marker.done.set()
+            if last:
+                return
+
+    def _next_batch(self, flushed_s: float) -> list[Report | _Flush]:
+        try:
+            batch = [self._queue.get(timeout=_IDLE_S)]
+        except queue.Empty:
+            return []
+        wait_s = flushed_s + _GATHER_S - time.monotonic()
+        if wait_s > 0:
+            self._hurry.wait(wait_s)
+        self._hurry.clear()
+        while len(batch) < _BATCH_REPORTS:
+            try:
+                batch.append(self._queue.get_nowait())
+            except queue.Empty:
+                break
+        return batch
+
+    def _process(self, reports: list[Report], *, final: bool) -> None:
+        exits = [report for report in reports if _is_exit(report)]
+        self._store([report for report in reports if not _is_exit(report)])
+        if not self._exited:
+            # Before the exit event, which closes the source.
+            self._tell_drops(final=final or bool(exits))
+            for report in exits:
+                self._store([report], essential=True)
+                self._exited = True
+        self._appended()
+
+    def _store(self, reports: list[Report], *, essential: bool = False) -> None:
+        for report in reports:
+            self._write(report)
+        records = self._records.take()
+        if not records:
+            return
+        try:
+            self._writer.append_batch(records, essential=essential)
+        except SpoolError as error:
+            self._records.rollback()
+            reason = SPOOL_FULL if isinstance(error, SpoolFull) else SPOOL_BROKEN
+            for report in reports:
+                self._drops.add(reason, report.step, detail=str(error))
+        else:
+            self._records.commit()
+
+    def _write(self, report: Report) -> None:
+        try:
+            report.write(self._records)
+        except Exception as error:  # noqa: BLE001  one bad report must not take its neighbours along
+            self._drops.add(INTERNAL, report.step, detail=repr(error))
+            _log.debug("gradiometer: a report could not be written", exc_info=error)
+
+    def _tell_drops(self, *, final: bool) -> None:
+        now_s = time.monotonic()
+        if not final and now_s - self._told_drops_s < _TELL_DROPS_S:
+            return
+        self._told_drops_s = now_s
+        drops = self._drops.take()
+        if not drops:
+            return
+        try:
+            for drop in drops:
+                self._records.add_event(_dropped_event(drop))
+            self._writer.append_batch(self._records.take(), essential=True)
+        except SpoolError:
+            # No space yet: the count is told when there is.
+            self._drops.give_back(drops)
+
+
+def _is_exit(report: Report) -> bool:
+    return isinstance(report, EventReport) and report.kind == "exit"
+
+
+def _dropped_event(drop: Drop) -> wire.Event:
+    return wire.Event(
+        kind="dropped",
+        time=time.time(),
+        step=drop.last_step,
+        attributes={
+            "reports": drop.count,
+            "reason": drop.reason,
+            "first_step": drop.first_step,
+            "last_step": drop.last_step,
+        },
+    )

@@ -1,0 +1,144 @@
+"""Turns numbers into encoded wire records: declares each schema once and gathers steps into frames.
+
+Pure: no clock, no I/O. `take` gives the records of a batch; `commit` or `rollback` says whether they were stored, so
+that a schema lost to a full disk is declared again.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from gradiometer import wire
+
+MAX_SCALAR_SCHEMAS: Final = 256
+"""Sets of columns with a schema of their own. Later sets are written column by column, so that a run that logs a
+new combination of names at every step does not declare a schema at every step."""
+FRAME_BYTES: Final = 1024 * 1024
+"""A frame is closed when it holds this much; a single row may be larger, up to `wire.MAX_RECORD_BYTES`."""
+
+
+class RecordTooLarge(ValueError):
+    """A record that the server would refuse; the message says which."""
+
+
+class _OpenFrame:
+    __slots__ = ("num_bytes", "rows", "schema_id", "steps", "times")
+
+    def __init__(self, schema_id: int) -> None:
+        self.schema_id = schema_id
+        self.steps: list[int] = []
+        self.times: list[float] = []
+        self.rows: list[bytes] = []
+        self.num_bytes = 0
+
+    def add(self, step: int, time: float, row: bytes) -> None:
+        self.steps.append(step)
+        self.times.append(time)
+        self.rows.append(row)
+        self.num_bytes += len(row)
+
+    def encode(self) -> bytes:
+        frame = wire.Frame(
+            schema_id=self.schema_id,
+            steps=tuple(self.steps),
+            times=tuple(self.times),
+            values=b"".join(self.rows),
+        )
+        return wire.encode(frame)
+
+
+class Records:
+    """Builds the record stream of one source."""
+
+    def __init__(self) -> None:
+        self._next_schema_id = 1
+        self._scalar_schemas: dict[tuple[wire.Column, ...], int] = {}
+        self._layer_schemas: dict[tuple[wire.Layer, ...], int] = {}
+        # By identity first: hashing thousands of layers at every step would cost more than encoding them.
+        self._layers_by_id: dict[int, tuple[tuple[wire.Layer, ...], int]] = {}
+        self._undeclared: set[int] = set()
+        self._layer_frames: dict[int, _OpenFrame] = {}
+        self._scalar_frames: dict[int, _OpenFrame] = {}
+        self._done: list[bytes] = []
+        self._in_flight: list[int] = []
+
+    def add_scalars(
+        self, step: int, time: float, columns: tuple[wire.Column, ...], row: Sequence[float]
+    ) -> None:
+        """Add one step's values of a set of columns."""
+        known = self._scalar_schemas.get(columns)
+        if known is None and len(columns) > 1 and len(self._scalar_schemas) >= MAX_SCALAR_SCHEMAS:
+            for column, value in zip(columns, row, strict=True):
+                self.add_scalars(step, time, (column,), (value,))
+            return
+        if known is None:
+            known = self._scalar_schemas[columns] = self._new_id()
+        if known in self._undeclared:
+            self._declare(known, wire.encode(wire.ScalarSchema(schema_id=known, columns=columns)))
+        self._add(self._scalar_frames, known, step, time, struct.pack(f"<{len(row)}d", *row))
+
+    def add_layers(self, step: int, time: float, layers: tuple[wire.Layer, ...], values: bytes) -> None:
+        """Add one step's table: little-endian float64 of shape (layers, statistics)."""
+        known = self._layers_by_id.get(id(layers))
+        if known is None or known[0] is not layers:
+            schema_id = self._layer_schemas.get(layers)
+            if schema_id is None:
+                schema_id = self._layer_schemas[layers] = self._new_id()
+            known = self._layers_by_id[id(layers)] = (layers, schema_id)
+        if known[1] in self._undeclared:
+            self._declare(known[1], wire.encode(wire.LayerSchema(schema_id=known[1], layers=layers)))
+        self._add(self._layer_frames, known[1], step, time, values)
+
+    def add_event(self, event: wire.Event) -> None:
+        """Add an event after everything that was added before."""
+        self._close_frames()
+        self._append(wire.encode(event))
+
+    def take(self) -> list[bytes]:
+        """The records since the last call, in order."""
+        self._close_frames()
+        done, self._done = self._done, []
+        return done
+
+    def commit(self) -> None:
+        """What was taken is stored."""
+        self._in_flight.clear()
+
+    def rollback(self) -> None:
+        """What was taken is lost: declare its schemas again."""
+        self._undeclared.update(self._in_flight)
+        self._in_flight.clear()
+
+    def _new_id(self) -> int:
+        schema_id = self._next_schema_id
+        self._next_schema_id += 1
+        self._undeclared.add(schema_id)
+        return schema_id
+
+    def _declare(self, schema_id: int, record: bytes) -> None:
+        self._append(record)
+        self._undeclared.discard(schema_id)
+        self._in_flight.append(schema_id)
+
+    def _add(self, frames: dict[int, _OpenFrame], schema_id: int, step: int, time: float, row: bytes) -> None:
+        frame = frames.get(schema_id)
+        if frame is not None and frame.num_bytes + len(row) > FRAME_BYTES:
+            self._close_frames()
+            frame = None
+        if frame is None:
+            frame = frames[schema_id] = _OpenFrame(schema_id)
+        frame.add(step, time, row)
+
+    def _close_frames(self) -> None:
+        # Layers before scalars: whoever reads the scalars of a step can have its layers already.
+        for frames in (self._layer_frames, self._scalar_frames):
+            for frame in frames.values():
+                self._append(frame.encode())
+            frames.clear()
+
+    def _append(self, record: bytes) -> None:
+        if len(record) > wire.MAX_RECORD_BYTES:
+            raise RecordTooLarge(f"a record of {len(record)} bytes; the server takes {wire.MAX_RECORD_BYTES}")
+        self._done.append(record)

@@ -1,0 +1,151 @@
+"""What the training thread hands to the agent's thread: values still on their way, and things that happened.
+
+A report knows how to write itself into `Records`; that runs on the agent's thread, where waiting for a device is
+allowed. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gradiometer import wire
+from gradiometer.records import Records
+
+if TYPE_CHECKING:
+    from gradiometer.capture.forward import ForwardReport
+    from gradiometer.capture.gradients import Partials
+    from gradiometer.capture.readback import Readback
+
+
+class Report(Protocol):
+    """Something for the agent's thread to write."""
+
+    @property
+    def step(self) -> int | None:
+        """The step it belongs to, for the count of what was dropped."""
+        ...
+
+    def write(self, records: Records) -> None:
+        """Append to `records`. Agent thread only: may wait for the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalars:
+    """Named numbers, some of them still on a device.
+
+    Attributes:
+        columns: names and how ranks combine.
+        numbers: one per column; where a readback will fill in, anything.
+        pending: column indices and the readback with as many values.
+    """
+
+    columns: tuple[wire.Column, ...]
+    numbers: tuple[float, ...]
+    pending: tuple[tuple[tuple[int, ...], Readback], ...] = ()
+
+    def row(self) -> list[float]:
+        """All values; agent thread only."""
+        row = list(self.numbers)
+        for indices, readback in self.pending:
+            for index, value in zip(indices, readback.values().ravel(), strict=True):
+                row[index] = float(value)
+        return row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarReport:
+    """Numbers of one step: what the user logged, or what belongs to the step's end."""
+
+    step: int
+    time: float
+    scalars: Scalars
+
+    def write(self, records: Records) -> None:
+        """See `Report`."""
+        records.add_scalars(self.step, self.time, self.scalars.columns, self.scalars.row())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """Everything that was captured for one optimizer step of one watch.
+
+    Attributes:
+        scale: the loss scale that the gradients were still multiplied by; None: they were not.
+        skip: not zero if the step was skipped; None where there is no scaler.
+        scalars: of the step's end; None for a watch that is not the clock.
+        reads_rss: add the process's own memory, read on the agent's thread.
+    """
+
+    step: int
+    time: float
+    partials: Partials | None
+    scale: Readback | None
+    skip: Readback | None
+    forward: ForwardReport | None
+    scalars: Scalars | None
+    reads_rss: bool
+
+    def write(self, records: Records) -> None:
+        """See `Report`. The event comes before the numbers, so that an alert about them can name the module."""
+        modules = self.forward.nonfinite_modules() if self.forward is not None else []
+        if modules:
+            event = wire.Event(
+                kind="nonfinite_activation", time=self.time, step=self.step, attributes={"modules": modules}
+            )
+            records.add_event(event)
+        if self.partials is not None:
+            self._write_layers(self.partials, records)
+        if self.scalars is not None:
+            self._write_scalars(self.scalars, records)
+
+    def _write_layers(self, partials: Partials, records: Records) -> None:
+        from gradiometer.capture import statistics
+
+        table = partials.table()
+        if self.scale is not None:
+            table = statistics.unscale(table, float(self.scale.values().ravel()[0]))
+        records.add_layers(self.step, self.time, partials.layout.layers, table.astype("<f8").tobytes())
+
+    def _write_scalars(self, scalars: Scalars, records: Records) -> None:
+        columns, row = scalars.columns, scalars.row()
+        if self.skip is not None:
+            columns = (*columns, wire.Column("scaler/skipped", "max"))
+            row.append(float(self.skip.values().ravel()[0] != 0.0))
+        if self.reads_rss:
+            from gradiometer.capture import memory
+
+            rss_bytes = memory.process_rss_bytes()
+            if rss_bytes is not None:
+                columns = (*columns, wire.Column(memory.RSS_METRIC, "max"))
+                row.append(rss_bytes)
+        records.add_scalars(self.step, self.time, columns, row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventReport:
+    """Something that happened, in the same order as the numbers."""
+
+    kind: wire.EventKind
+    time: float
+    step: int | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, records: Records) -> None:
+        """See `Report`."""
+        records.add_event(
+            wire.Event(kind=self.kind, time=self.time, step=self.step, attributes=dict(self.attributes))
+        )
+
+
+def is_valid_step(step: object) -> bool:
+    """Whether `step` is an integer that the wire can carry."""
+    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= wire.MAX_STEP
+
+
+def as_finite_or_none(value: float) -> float | None:
+    """`value`, or None for NaN and infinities."""
+    return value if math.isfinite(value) else None

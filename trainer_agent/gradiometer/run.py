@@ -1,0 +1,399 @@
+"""The public face of the agent: `init` opens a run, `Run` takes what the training says about itself.
+
+Wrong arguments of `init` raise `ValueError` with a remedy. After that nothing here raises into the training, waits
+for the disk, the network or the device, or changes a result; what is discarded is counted in `Run.dropped`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from gradiometer import environment, exits, launch, reports, settings, spool, values, wire
+from gradiometer.delivery import Delivery
+from gradiometer.drops import Drops
+from gradiometer.feeder import Feeder
+from gradiometer.guard import Guard
+from gradiometer.reports import EventReport, Report, ScalarReport, Scalars
+
+if TYPE_CHECKING:
+    import torch
+
+    from gradiometer.watch import StepClock, Watch
+
+_log: Final = logging.getLogger(__name__)
+
+SEVERITIES: Final = ("info", "warning", "error", "critical")
+DEADLINE_S: Final = 10.0
+_SIGNAL_DEADLINE_S: Final = 2.0
+_current: Run | None = None
+
+
+def init(
+    project: str | None = None,
+    name: str | None = None,
+    *,
+    config: Mapping[str, Any] | object | None = None,
+    tags: Sequence[str] = (),
+    notes: str = "",
+    group: str | None = None,
+    mode: str | None = None,
+    run_id: str | None = None,
+    url: str | None = None,
+    token: str | None = None,
+    spool: str | os.PathLike[str] | None = None,
+    resume: str | None = None,
+    start_step: int = 0,
+) -> Run:
+    """Open a run; a run that is still open in this process is finished first.
+
+    Args:
+        project: folder of runs; else `GRADIOMETER_PROJECT`, else "default".
+        name: what people call the run; else its id.
+        config: hyperparameters: a mapping, a dataclass or an `argparse.Namespace`.
+        tags, notes, group: for people, to find the run again.
+        mode: "online", "offline" (write the spool only, to be sent later), "disabled" (do nothing); else
+            `GRADIOMETER_MODE`, else "online".
+        run_id: continue this run as a new attempt; else `GRADIOMETER_RUN_ID`, else a new id.
+        url, token: the server; else `GRADIOMETER_URL` and `GRADIOMETER_TOKEN`, else http://127.0.0.1:7717.
+        spool: folder for what was not delivered yet; else `GRADIOMETER_SPOOL`.
+        resume: "allow" says that `run_id` is meant to exist already; it is an error to give it without an id.
+        start_step: optimizer steps that the loaded checkpoint has completed; the next one is `start_step + 1`.
+
+    Raises:
+        ValueError: an argument or a variable is wrong; nothing was opened.
+    """
+    global _current
+    resolved = settings.resolve(
+        project=project,
+        name=name,
+        config=config,
+        tags=tags,
+        notes=notes,
+        group=group,
+        mode=mode,
+        run_id=run_id,
+        url=url,
+        token=token,
+        spool_path=spool,
+        resume=resume,
+        start_step=start_step,
+    )
+    if _current is not None:
+        _current.finish()
+    _current = Run._open(resolved)
+    return _current
+
+
+class Run:
+    """One run as seen from one rank. Made by `init`.
+
+    Without `watch` each `log` without a step is the next step, from `start_step`. With `watch` the optimizer is the
+    clock: the first completed (or skipped) `optimizer.step()` makes step `start_step + 1`, and what is logged without
+    a step belongs to the last completed one.
+
+    Attributes:
+        id: the public id; empty if the run is disabled.
+    """
+
+    def __init__(self, resolved: settings.Settings, identity: launch.Launch | None) -> None:
+        self.id = identity.run_id if identity is not None else ""
+        self._settings = resolved
+        self._identity = identity
+        self._start_step = self._next_step = resolved.start_step
+        self._logged_step = resolved.start_step
+        self._clock: StepClock | None = None
+        self._watches: list[Watch] = []
+        self._unavailable_told: set[tuple[str, str]] = set()
+        self._drops = Drops()
+        self._guard = Guard(self._part_failed)
+        self._feeder: Feeder | None = None
+        self._delivery: Delivery | None = None
+        self._exits: exits.ProcessExits | None = None
+        self._exception_told = False
+
+    @classmethod
+    def _open(cls, resolved: settings.Settings) -> Run:
+        if resolved.mode == "disabled":
+            return cls(resolved, None)
+        identity = launch.identify(resolved)
+        try:
+            writer = spool.open_source(
+                resolved.spool,
+                environment.run_info(resolved, identity),
+                environment.source_info(resolved, identity),
+            )
+        except spool.SpoolError as error:
+            _log.warning("gradiometer: the run is not recorded, the training goes on: %s", error)
+            return cls(resolved, None)
+        run = cls(resolved, identity)
+        run._start(writer)
+        return run
+
+    def _start(self, writer: spool.SpoolWriter) -> None:
+        assert self._identity is not None
+        self._delivery = Delivery(writer, self._settings, rank=self._identity.rank, guard=self._guard)
+        self._feeder = Feeder(writer, self._drops, self._delivery.appended)
+        self._delivery.start()
+        self._exits = exits.ProcessExits(self, writer.directory / "fault.log")
+        self._exits.install()
+        exits.abandon_after_fork(self)
+        if self._identity.rank == 0:
+            where = (
+                self.url if self._settings.mode == "online" else f"offline, spool {writer.attempt_directory}"
+            )
+            sys.stderr.write(f"gradiometer: run {self.id} ({where})\n")
+
+    # -- what the user reads -------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The run's page; empty if the run is disabled."""
+        return f"{self._settings.url}/runs/{urllib.parse.quote(self.id, safe='')}" if self.id else ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config as it was recorded."""
+        return self._settings.config
+
+    @property
+    def step(self) -> int:
+        """The last completed optimizer step; without `watch`, the last step logged."""
+        return self._clock.step if self._clock is not None else self._logged_step
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Number of reports that were discarded, by reason."""
+        return self._drops.totals
+
+    @property
+    def directory(self) -> Path | None:
+        """This rank's folder in the spool; None if the run is disabled."""
+        return self._delivery.directory if self._delivery is not None else None
+
+    # -- what the user says --------------------------------------------------------------------------------------
+
+    # Hot path: training thread. Must not wait for a device or a lock, or do I/O.
+    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record numbers of one step; never raises.
+
+        Args:
+            metrics: names and values: numbers, numpy scalars, one-element tensors on any device (copied there, not
+                waited for), bools, None (absent); nested mappings are joined with "/".
+            step: see the class; 0 <= step < 2**53.
+        """
+        if self._feeder is not None:
+            self._guard.tolerate("log", self._log, metrics, step)
+
+    def watch(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any = None,
+        *,
+        name: str | None = None,
+        forward: bool | None = None,
+    ) -> None:
+        """Capture every step of `optimizer` from now on; never raises.
+
+        Call it after the model is wrapped (DDP, FSDP). Several watches are allowed; the first is the clock.
+
+        Args:
+            model: the module whose parameters the optimizer updates.
+            optimizer: a torch optimizer, or Accelerate's or Lightning's wrapper of one.
+            scaler: the GradScaler, if there is one; without it, steps that it skips cannot be seen.
+            name: told apart from other watches by this; its layers get it as a prefix. The first needs none.
+            forward: also find the first module whose output held NaN or Inf. None: where it is known to be cheap.
+        """
+        if self._feeder is not None:
+            self._guard.tolerate("watch", self._watch, model, optimizer, scaler, name, forward)
+
+    def alert(self, title: str, text: str = "", severity: str = "warning") -> None:
+        """Raise an alert of your own; severity: info, warning, error or critical. Never raises."""
+        if self._feeder is not None:
+            self._guard.tolerate("alert", self._alert, title, text, severity)
+
+    def mark(self, name: str) -> None:
+        """Say that something planned happens now (evaluation, checkpoint, warm-up end), so that rules expect it."""
+        if self._feeder is not None:
+            self._guard.tolerate("mark", self._event, "marker", {"name": str(name)[: wire.MAX_NAME_CHARS]})
+
+    def finish(self, exit_code: int = 0, *, deadline_s: float = DEADLINE_S) -> None:
+        """Close the run: write what is queued, and give the uplink until the deadline to deliver it. Never raises.
+
+        What could not be delivered stays in the spool and is sent later. The second call does nothing.
+        """
+        reason = "finish" if exit_code == 0 else "failed"
+        self._guard.tolerate("finish", self._close, exit_code, None, reason, deadline_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        elif isinstance(error, SystemExit):
+            self.finish(exits.exit_code_of(error.code))
+        else:
+            self.note_exception(error)
+            self.finish(1)
+
+    # -- how the process ends (exits.Ending) ---------------------------------------------------------------------
+
+    def note_exception(self, error: BaseException) -> None:
+        """Record an exception that ends the run; the first one counts."""
+        if self._feeder is None or self._exception_told:
+            return
+        self._exception_told = True
+        self._guard.tolerate(
+            "exception", lambda: self._event("exception", exits.exception_attributes(error), essential=True)
+        )
+
+    def end(self, code: int | None, signal_name: str | None) -> None:
+        """The process ends."""
+        deadline_s = DEADLINE_S if signal_name is None else _SIGNAL_DEADLINE_S
+        reason = "exit" if signal_name is None else "signal"
+        self._guard.tolerate("finish", self._close, code, signal_name, reason, deadline_s)
+
+    def abandon(self) -> None:
+        """This is a forked child (a DataLoader worker): the run belongs to the parent."""
+        self._feeder = None
+        self._delivery = None
+        for watch in self._watches:
+            watch.abandon()
+        self._watches = []
+        if self._exits is not None:
+            self._exits.abandon()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _log(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        at = self._step_for(step)
+        if at is None:
+            self._drops.add("a step is not valid", None, detail=repr(step)[:80])
+            return
+        found: list[tuple[wire.Column, Any]] = []
+        for name, value in values.flatten(metrics):
+            try:
+                number = values.as_number(name, value)
+                if number is not None:
+                    found.append((wire.Column(values.checked_name(name)), number))
+            except values.BadValue as mistake:
+                self._drops.add(mistake.reason, at, detail=mistake.detail)
+        if found:
+            self._put(ScalarReport(step=at, time=time.time(), scalars=_collected(found)))
+
+    def _step_for(self, step: Any) -> int | None:
+        if step is None and self._clock is not None:
+            return self._clock.step
+        if step is None:
+            step = self._next_step
+        elif hasattr(step, "__index__") and not isinstance(step, bool):
+            step = step.__index__()
+        if not reports.is_valid_step(step):
+            return None
+        valid: int = step
+        self._logged_step, self._next_step = valid, valid + 1
+        return valid
+
+    def _watch(self, model: Any, optimizer: Any, scaler: Any, name: str | None, forward: bool | None) -> None:
+        import torch
+
+        from gradiometer.watch import StepClock, Watch, unwrap_optimizer
+
+        inner = unwrap_optimizer(optimizer)
+        if not isinstance(model, torch.nn.Module) or not isinstance(inner, torch.optim.Optimizer):
+            kinds = f"{type(model).__name__} and {type(optimizer).__name__}"
+            self._unavailable(
+                "grad/norm", f"watch() needs a torch module and a torch optimizer, got {kinds}", warn=True
+            )
+            return
+        if any(watch.is_for(inner) for watch in self._watches):
+            _log.warning(
+                "gradiometer: watch() was called twice for one optimizer; the second call is ignored."
+            )
+            return
+        is_clock = not self._watches
+        clock = self._clock or StepClock(self._start_step)
+        watch = Watch(
+            model,
+            inner,
+            scaler,
+            clock=clock,
+            is_clock=is_clock,
+            name=name or ("" if is_clock else f"model{len(self._watches) + 1}"),
+            forward_probe=forward,
+            emit=self._put,
+            unavailable=self._unavailable,
+            guard=self._guard,
+        )
+        self._watches.append(watch)
+        self._clock = clock
+
+    def _alert(self, title: str, text: str, severity: str) -> None:
+        if severity not in SEVERITIES:
+            self._drops.add(
+                "an alert's severity is unknown, taken as warning", self.step, detail=repr(severity)[:40]
+            )
+            severity = "warning"
+        self._event("alert", {"title": str(title)[:200], "text": str(text)[:4000], "severity": severity})
+
+    def _event(self, kind: wire.EventKind, attributes: dict[str, Any], *, essential: bool = False) -> None:
+        feeder = self._feeder
+        if feeder is not None:
+            report = EventReport(kind=kind, time=time.time(), step=self.step, attributes=attributes)
+            put: Callable[[Report], None] = feeder.put_essential if essential else feeder.put
+            put(report)
+
+    def _put(self, report: Report) -> None:
+        feeder = self._feeder
+        if feeder is not None:
+            feeder.put(report)
+
+    def _unavailable(self, metric: str, reason: str, *, warn: bool = False) -> None:
+        if (metric, reason) in self._unavailable_told:
+            return
+        self._unavailable_told.add((metric, reason))
+        if warn:
+            _log.warning("gradiometer: %s is unavailable: %s.", metric, reason)
+        self._event("unavailable", {"metric": metric, "reason": reason})
+
+    def _part_failed(self, part: str, error: Exception) -> None:
+        self._unavailable(part, f"the agent failed: {error!r}"[:1000])
+
+    def _close(self, code: int | None, signal_name: str | None, reason: str, deadline_s: float) -> None:
+        global _current
+        feeder, delivery = self._feeder, self._delivery
+        if feeder is None or delivery is None:
+            return
+        due_s = time.monotonic() + max(0.0, deadline_s)
+        for watch in self._watches:
+            self._guard.tolerate("finish", watch.close)
+        attributes = {"code": code, "signal": signal_name, "inferred": False, "reason": reason}
+        self._event("exit", attributes, essential=True)
+        self._feeder = None
+        if _current is self:
+            _current = None
+        if self._exits is not None:
+            self._exits.remove()
+        if not feeder.close(due_s - time.monotonic()):
+            _log.warning("gradiometer: the last reports were not written within %.1f s.", deadline_s)
+            return
+        delivery.finish(due_s)
+
+
+def _collected(found: list[tuple[wire.Column, Any]]) -> Scalars:
+    if any(not isinstance(number, float) for _, number in found):
+        from gradiometer.capture import scalars
+
+        return scalars.collect(found)
+    return Scalars(columns=tuple(column for column, _ in found), numbers=tuple(number for _, number in found))

@@ -1,0 +1,183 @@
+"""What the user asked for: arguments of `init` over environment variables over defaults, checked once.
+
+This is the one place where the agent raises at the user; every message ends with what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+from gradiometer import spool, values, wire
+
+DEFAULT_URL: Final = "http://127.0.0.1:7717"
+DEFAULT_PROJECT: Final = "default"
+MODES: Final = ("online", "offline", "disabled")
+
+Mode = Literal["online", "offline", "disabled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A checked request for a run.
+
+    Attributes:
+        run_id: None: make one.
+        attempt: launch time in Unix milliseconds given from outside; None: find it out.
+        start_step: optimizer steps completed before this attempt.
+        token: the server's token, kept out of `repr`.
+    """
+
+    project: str
+    name: str | None
+    config: dict[str, Any]
+    tags: tuple[str, ...]
+    notes: str
+    group: str | None
+    mode: Mode
+    run_id: str | None
+    attempt: int | None
+    url: str
+    token: str | None
+    spool: Path
+    start_step: int
+
+    def __repr__(self) -> str:
+        return f"Settings(project={self.project!r}, run_id={self.run_id!r}, mode={self.mode!r}, url={self.url!r})"
+
+
+def resolve(
+    *,
+    project: str | None,
+    name: str | None,
+    config: Mapping[str, Any] | object | None,
+    tags: Sequence[str],
+    notes: str,
+    group: str | None,
+    mode: str | None,
+    run_id: str | None,
+    url: str | None,
+    token: str | None,
+    spool_path: str | os.PathLike[str] | None,
+    resume: str | None,
+    start_step: int,
+) -> Settings:
+    """Check the arguments of `init` and fill in the rest.
+
+    Raises:
+        ValueError: an argument or a variable is wrong; the message names it and the remedy.
+    """
+    given_id = run_id or _env("RUN_ID")
+    _check_resume(resume, given_id)
+    return Settings(
+        project=_identifier("project", project or _env("PROJECT") or DEFAULT_PROJECT),
+        name=None if name is None else _text("name", name),
+        config=_config(config),
+        tags=_tags(tags),
+        notes=_text("notes", notes),
+        group=None if group is None else _text("group", group),
+        mode=_mode(mode or _env("MODE") or "online"),
+        run_id=None if given_id is None else _identifier("run_id", given_id),
+        attempt=_attempt(_env("ATTEMPT")),
+        url=_url(url or _env("URL") or DEFAULT_URL),
+        token=token or _env("TOKEN"),
+        spool=Path(spool_path).expanduser() if spool_path is not None else spool.default_root(),
+        start_step=_start_step(start_step),
+    )
+
+
+def _env(name: str) -> str | None:
+    return os.environ.get(f"GRADIOMETER_{name}") or None
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is a {type(value).__name__}: pass a string.")
+    return value
+
+
+def _identifier(what: str, value: object) -> str:
+    text = _text(what, value)
+    problem = wire.name_problem(text)
+    if problem is None and len(text) > wire.MAX_ID_CHARS:
+        problem = f"it has {len(text)} characters; at most {wire.MAX_ID_CHARS} are allowed"
+    if problem is not None:
+        raise ValueError(f"{what} {text[:40]!r} cannot be used: {problem}. Choose a short printable {what}.")
+    return text
+
+
+def _mode(mode: object) -> Mode:
+    if mode not in MODES:
+        raise ValueError(
+            f"mode {mode!r} is unknown: use one of {', '.join(MODES)} (argument `mode` or GRADIOMETER_MODE)."
+        )
+    return cast(Mode, mode)
+
+
+def _url(url: object) -> str:
+    text = _text("url", url).rstrip("/")
+    try:
+        parts = urllib.parse.urlsplit(text)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"url {text!r} is not the address of a server: give something like {DEFAULT_URL} "
+            "(argument `url` or GRADIOMETER_URL)."
+        )
+    return text
+
+
+def _tags(tags: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
+        raise ValueError(f"tags {tags!r} is not a list of strings: pass tags=['a', 'b'].")
+    return tuple(tags)
+
+
+def _config(config: Mapping[str, Any] | object | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        try:
+            config = vars(config)
+        except TypeError:
+            raise ValueError(
+                f"config is a {type(config).__name__}: pass a dict, a dataclass or an argparse.Namespace."
+            ) from None
+    return cast(dict[str, Any], values.plain(config))
+
+
+def _check_resume(resume: object, run_id: str | None) -> None:
+    if resume not in (None, "allow"):
+        raise ValueError(
+            f"resume={resume!r} is unknown: pass resume='allow' with a run_id to continue a run as a new attempt."
+        )
+    if resume == "allow" and run_id is None:
+        raise ValueError("resume='allow' needs to know the run: pass run_id=... or set GRADIOMETER_RUN_ID.")
+
+
+def _start_step(step: object) -> int:
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= wire.MAX_STEP:
+        raise ValueError(
+            f"start_step {step!r} is not a step: pass the number of optimizer steps that the checkpoint has completed."
+        )
+    return step
+
+
+def _attempt(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        attempt = int(text)
+    except ValueError:
+        attempt = 0
+    if not 0 < attempt <= wire.MAX_STEP:
+        raise ValueError(
+            f"GRADIOMETER_ATTEMPT is {text!r}: set it to the launch time in Unix milliseconds, equal on all ranks."
+        )
+    return attempt
