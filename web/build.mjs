@@ -1,5 +1,5 @@
 // src -> ../server/gradiometer_server/static: hashed app files, Plotly as a classic script of its own, .br and .gz siblings.
-import { build, context } from 'esbuild';
+import { build, context, transform } from 'esbuild';
 import { createHash } from 'node:crypto';
 import { mkdirSync, readFileSync, readdirSync, rmSync, writeFileSync } from 'node:fs';
 import { createRequire } from 'node:module';
@@ -21,16 +21,19 @@ const plotlyFile = `plotly-${createHash('sha256').update(plotlyCopy).digest('hex
 writeFileSync(join(out, plotlyFile), plotlyCopy);
 
 function writePage(outputs) {
-  const files = Object.keys(outputs).map((file) => basename(file));
-  const pick = (suffix) => files.find((file) => file.endsWith(suffix));
-  const tags = [
-    `<link rel="stylesheet" href="./${pick('.css')}">`,
-    `<link rel="preload" as="script" href="./${plotlyFile}">`,
-    `<script type="module" src="./${pick('.js')}"></script>`,
-  ];
-  const page = readFileSync(join(here, 'src', 'index.html'), 'utf8').replace('<!-- assets -->', tags.join('\n'));
+  const main = basename(Object.keys(outputs).find((file) => file.endsWith('.js')));
+  const page = readFileSync(join(here, 'src', 'index.html'), 'utf8').replace('PLOTLY_FILE', plotlyFile).replace('MAIN_FILE', main);
   writeFileSync(join(out, 'index.html'), page);
 }
+
+/** CSS travels inside the script: the page is empty until the script runs, so a file of its own would only add a request. */
+const cssAsText = {
+  name: 'css',
+  setup: (b) => void b.onLoad({ filter: /\.css$/ }, async ({ path }) => {
+    const { code } = await transform(readFileSync(path, 'utf8'), { loader: 'css', minify: !watching, target: 'es2022' });
+    return { contents: code, loader: 'text' };
+  }),
+};
 
 const options = {
   absWorkingDir: here,
@@ -46,7 +49,7 @@ const options = {
   minify: !watching,
   sourcemap: watching ? 'inline' : false,
   define: { PLOTLY_FILE: JSON.stringify(plotlyFile) },
-  plugins: [{ name: 'page', setup: (b) => void b.onEnd(({ metafile }) => { if (metafile) writePage(metafile.outputs); }) }],
+  plugins: [cssAsText, { name: 'page', setup: (b) => void b.onEnd(({ metafile }) => { if (metafile) writePage(metafile.outputs); }) }],
 };
 
 if (watching) {

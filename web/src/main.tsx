@@ -1,6 +1,6 @@
 // The page's frame: header, the page for the address, the tooltip.
 import { render } from 'preact';
-import './theme.css';
+import styles from './theme.css';
 import { connection } from './live.ts';
 import { followLink, route, runsHref } from './router.ts';
 import { RunPage } from './pages/Run.tsx';
@@ -42,4 +42,7 @@ function App() {
   );
 }
 
+const sheet = document.createElement('style');
+sheet.textContent = styles;
+document.head.append(sheet);
 render(<App />, document.getElementById('app')!);

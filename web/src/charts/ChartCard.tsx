@@ -26,7 +26,6 @@ export function ChartCard({ model, metric }: Props) {
     <figure class="card chart" ref={figureEl} aria-label={metric} data-metric={metric}>
       <figcaption>
         <span class="name" title={metric}>{metric}</span>
-        <output ref={valueEl} aria-live="off" />
         <button type="button" class="toggle" aria-pressed={log.value} aria-label={`Log scale for ${metric}`} onClick={() => { log.value = !log.value; }}>log</button>
         <Menu label={`More for ${metric}`} items={[
           { label: 'Data table', run: () => { table.value = view.series() !== null; } },
@@ -34,6 +33,7 @@ export function ChartCard({ model, metric }: Props) {
           { label: 'Download PNG', run: () => void downloadPng(metric, (width, height) => view.figure(width, height)) },
           { label: 'Reset zoom', run: () => view.resetZoom() },
         ]} />
+        <output ref={valueEl} aria-live="off" />
       </figcaption>
       <div class="plot-box"><div class="plot" ref={plotEl} /></div>
       {state.value === 'loading' || state.value === 'empty'

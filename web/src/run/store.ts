@@ -31,7 +31,7 @@ export class SeriesStore {
   private readonly later: (run: () => void) => void;
   private asks: Ask[] = [];
 
-  constructor(query: Query, later: (run: () => void) => void = queueMicrotask) {
+  constructor(query: Query, later: (run: () => void) => void = (run) => queueMicrotask(run)) {
     this.query = query;
     this.later = later;
   }

@@ -15,7 +15,7 @@ const steps = (alert: Alert): string =>
 
 export function AlertBanner({ alerts, onPick }: Omit<Props, 'now'>) {
   const firing = alerts.filter((alert) => alert.state === 'firing');
-  const first = [...firing].sort((a, b) => RANK.indexOf(b.severity) - RANK.indexOf(a.severity) || b.opened_s - a.opened_s)[0];
+  const first = worst(firing);
   if (!first) return null;
   return (
     <div class={`banner ${severityTone(first.severity)}`} role="status">
@@ -31,24 +31,30 @@ export function AlertBanner({ alerts, onPick }: Omit<Props, 'now'>) {
 
 const RANK = ['info', 'warning', 'error', 'critical'];
 
+/** The most severe; of equals the one that came first, since the others may follow from it. */
+const worst = (alerts: readonly Alert[]): Alert | undefined =>
+  [...alerts].sort((a, b) => RANK.indexOf(b.severity) - RANK.indexOf(a.severity) || a.opened_s - b.opened_s)[0];
+
 export function AlertList({ alerts, now, onPick }: Props) {
   const all = useSignal(false);
   if (!alerts.length) return null;
   const shown = all.value ? alerts : alerts.slice(0, FIRST_SHOWN);
-  const numFiring = alerts.filter((alert) => alert.state === 'firing').length;
+  const firing = alerts.filter((alert) => alert.state === 'firing');
+  const numFiring = firing.length;
+  const opened = worst(firing)?.id;
   return (
     <section class="alerts" aria-label="Alerts">
       <h2 class="section-title">Alerts <small>{numFiring ? `${numFiring} firing · ` : ''}{alerts.length} in total</small></h2>
-      <ul>{shown.map((alert) => <AlertRow key={alert.id} alert={alert} now={now} onPick={onPick} />)}</ul>
+      <ul>{shown.map((alert) => <AlertRow key={alert.id} alert={alert} open={alert.id === opened} now={now} onPick={onPick} />)}</ul>
       {alerts.length > FIRST_SHOWN && <button type="button" class="quiet" onClick={() => { all.value = !all.value; }}>{all.value ? 'Show fewer' : `Show all ${alerts.length}`}</button>}
     </section>
   );
 }
 
-function AlertRow({ alert, now, onPick }: { alert: Alert; now: number; onPick(alert: Alert): void }) {
+function AlertRow({ alert, open, now, onPick }: { alert: Alert; open: boolean; now: number; onPick(alert: Alert): void }) {
   return (
     <li class={`alert ${severityTone(alert.severity)} ${alert.state}`} data-alert={alert.id} data-rule={alert.rule}>
-      <details open={alert.state === 'firing'}>
+      <details open={open}>
         <summary>
           <Icon name="chevron" />
           <SeverityBadge severity={alert.severity} />
@@ -59,8 +65,7 @@ function AlertRow({ alert, now, onPick }: { alert: Alert; now: number; onPick(al
         <div class="alert-body">
           <p class="explanation">{alert.explanation}</p>
           {alert.advice && <p class="advice"><strong>What to do</strong> {alert.advice}</p>}
-          <AlertFacts alert={alert} />
-          <button type="button" onClick={() => onPick(alert)}>Zoom charts to {alert.last_step > alert.first_step ? 'these steps' : 'this step'}</button>
+          <div class="alert-foot"><AlertFacts alert={alert} /><button type="button" onClick={() => onPick(alert)}>Zoom charts to {alert.last_step > alert.first_step ? 'these steps' : 'this step'}</button></div>
         </div>
       </details>
     </li>

@@ -12,7 +12,7 @@ const paths = {
 
 export function Icon({ name }: { name: keyof typeof paths }) {
   return (
-    <svg class={`icon ${name}`} viewBox="0 0 16 16" width="16" height="16" aria-hidden="true" fill="none" stroke="currentColor" stroke-width={name === 'more' ? 2.2 : 1.4} stroke-linecap="round" stroke-linejoin="round">
+    <svg class={`icon icon-${name}`} viewBox="0 0 16 16" width="16" height="16" aria-hidden="true" fill="none" stroke="currentColor" stroke-width={name === 'more' ? 2.2 : 1.4} stroke-linecap="round" stroke-linejoin="round">
       <path d={paths[name]} />
     </svg>
   );
