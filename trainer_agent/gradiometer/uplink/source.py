@@ -78,7 +78,7 @@ class Source:
         alive = self.alive()
         try:
             self._tail.advance()
-            if not self.closed and (self.delivered or not alive) and self._checked_seq != self._tail.seq:
+            if not self.closed and self._checked_seq != self._tail.seq:
                 self._checked_seq = self._tail.seq
                 self.closed = is_exit(self._tail.last_record())
         except OSError as error:

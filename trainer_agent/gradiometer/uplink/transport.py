@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import ipaddress
-import ssl
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 from websockets import Subprotocol
@@ -131,7 +132,7 @@ class WebSocketLink:
 
 async def post(url: str, token: str | None, batch: wire.Batch) -> wire.BatchResult:
     """One round of the conversation by POST; raises `TransportError`."""
-    data = await asyncio.to_thread(_post, url, token, wire.encode(batch))
+    data = await _in_daemon_thread(lambda: _post(url, token, wire.encode(batch)))
     try:
         answer = wire.decode_server_message(data)
     except wire.WireError as error:
@@ -146,6 +147,33 @@ async def post(url: str, token: str | None, batch: wire.Batch) -> wire.BatchResu
     if not isinstance(answer, wire.BatchResult):
         raise TransportError(f"{url} answered a POST with a {type(answer).__name__}, not a BatchResult.")
     return answer
+
+
+async def _in_daemon_thread(work: Callable[[], bytes]) -> bytes:
+    """Like `asyncio.to_thread`, but the end of the process does not wait for a request that nobody waits for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[bytes] = loop.create_future()
+
+    def settle(result: bytes | None, error: TransportError | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result or b"")
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except TransportError as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):
+            # The loop is closed: the uplink has ended meanwhile.
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="post", daemon=True).start()
+    return await future
 
 
 def _post(url: str, token: str | None, body: bytes) -> bytes:
@@ -163,7 +191,7 @@ def _post(url: str, token: str | None, body: bytes) -> bytes:
             return data
         detail = data[:300].decode(errors="replace").strip()
         raise TransportError(f"{_refusal(url, error.code)} {detail}".strip(), refused=True) from error
-    except (OSError, http.client.HTTPException, ssl.SSLError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise TransportError(_unreachable(url, error)) from error
 
 
