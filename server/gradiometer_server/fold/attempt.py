@@ -1,0 +1,226 @@
+"""Merging the ranks of one attempt, step by step. Pure; told the time by its caller (monotonic seconds).
+
+Shape letters: S steps of a frame, C columns, L layers of one rank, P partial statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradiometer.wire import Column, LayerSchema
+from gradiometer_server.domain.folded import Folded, FoldedEvent, FoldedLayers, FoldedScalars, Layout
+from gradiometer_server.fold.derive import derive_global, derive_layers
+from gradiometer_server.fold.lane import MAX_CELLS, MAX_HELD, Cell, Lane
+from gradiometer_server.fold.ranks import (
+    LayerMerger,
+    ReplicaMismatch,
+    expected_shards,
+    merge_scalar,
+    merged_layers,
+)
+from gradiometer_server.fold.times import StepTimes
+from gradiometer_server.fold.watermark import NO_BOUND, Watermark
+
+LayoutMaker = Callable[[tuple[str, ...], tuple[int, ...]], Layout]
+"""Gives the layout of these layer names and element counts; the same one for the same names."""
+
+Partials = Mapping[int, NDArray[np.float64]]
+"""schema id -> float64 (L, P): what one rank says of all layers in one step."""
+
+_MAX_MERGERS: Final = 64
+_MAX_LAYER_BYTES: Final = 64 * 1024 * 1024
+
+
+class AttemptFold:
+    """State of one attempt. Every method returns what can be shown now, in the order in which to show it."""
+
+    def __init__(self, *, ordinal: int, world_size: int, silence_s: float, make_layout: LayoutMaker) -> None:
+        self.ordinal = ordinal
+        self.mark = Watermark(world_size=world_size, silence_s=silence_s)
+        self.times = StepTimes()
+        self.num_late = 0
+        self._make_layout = make_layout
+        self._scalars: dict[str, Lane[float]] = {}
+        self._merges: dict[str, dict[int, str]] = {}
+        self._layers: Lane[Partials] = Lane(shows_lone=False)
+        self._schemas: dict[tuple[int, int], LayerSchema] = {}
+        self._layout: Layout | None = None
+        self._mergers: dict[tuple[tuple[int, int], ...], tuple[Layout, LayerMerger]] = {}
+        self._expected = 0
+        self._mismatch_told = False
+        self._waiting: dict[str, None] = {}
+
+    def declare_scalars(self, rank: int, columns: Iterable[Column]) -> None:
+        """`rank` will report these metrics."""
+        for column in columns:
+            self._lane(column.name).declared.add(rank)
+            self._merges.setdefault(column.name, {})[rank] = column.merge
+
+    def declare_layers(self, rank: int, schema: LayerSchema) -> None:
+        """`rank` will report these layers; the layout of the attempt may grow by it."""
+        self._layers.declared.add(rank)
+        self._schemas[rank, schema.schema_id] = schema
+        self._layout = None
+        self._expected = expected_shards(self._schemas.values())
+        self._layers.max_cells = _max_layer_cells(self._schemas.values())
+        self._mergers.clear()
+
+    def scalars(
+        self, rank: int, seq: int, step: int, time_s: float, names: Sequence[str], values: Sequence[float]
+    ) -> list[Folded]:
+        """Values of one step of one rank. With a world of one there is nothing to wait for and nothing to keep."""
+        self.times.report(step, time_s)
+        if self.mark.world_size == 1:
+            merged = dict(zip(names, values, strict=True))
+            return [FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=merged)]
+        late: dict[str, dict[int, float]] = {}
+        for name, value in zip(names, values, strict=True):
+            if self._lane(name).put(rank, seq, step, value) is None:
+                late[name] = {rank: value}
+            else:
+                self._waiting[name] = None
+        return self._late_scalars(step, time_s, late)
+
+    def _late_scalars(
+        self, step: int, time_s: float, late: Mapping[str, Mapping[int, float]]
+    ) -> list[Folded]:
+        """Values of a step that is forgotten: a metric of one rank alone needs no others, the rest stays per rank."""
+        if not late:
+            return []
+        alone = {
+            name: next(iter(by_rank.values()))
+            for name, by_rank in late.items()
+            if len(self._lane(name).declared) == 1
+        }
+        by_rank = {name: ranks for name, ranks in late.items() if name not in alone}
+        self.num_late += bool(by_rank)
+        return [FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=alone, by_rank=by_rank)]
+
+    def layers(
+        self, rank: int, seq: int, step: int, time_s: float, schema_id: int, partials_LP: NDArray[np.float64]
+    ) -> list[Folded]:
+        """Partial statistics of one step of one rank."""
+        self.times.report(step, time_s)
+        mine = {schema_id: partials_LP}
+        if len(self._schemas) == 1 and self.mark.world_size == 1:
+            return self._show_layers(step, time_s, {rank: mine})
+        earlier = self._layers.value(rank, step)
+        cell = self._layers.put(rank, seq, step, {**earlier, **mine} if earlier else mine)
+        if cell is None:
+            self.num_late += 1
+        return []
+
+    def show(self, now_s: float, *, all_lanes: bool = False) -> list[Folded]:
+        """Whatever has become ready; `all_lanes` also forgets old cells of metrics that nobody reports any more."""
+        ready: dict[int, dict[str, Cell[float]]] = {}
+        for name in list(self._scalars) if all_lanes else list(self._waiting):
+            lane = self._scalars[name]
+            for cell in lane.take_ready(self.mark, now_s):
+                ready.setdefault(cell.step, {})[name] = cell
+            if not lane.is_waiting:
+                self._waiting.pop(name, None)
+        items: list[Folded] = [self._merge_scalars(step, cells) for step, cells in sorted(ready.items())]
+        for layers in self._layers.take_ready(self.mark, now_s):
+            items += self._show_layers(layers.step, self.times.of(layers.step), layers.by_rank)
+        return items
+
+    def _merge_scalars(self, step: int, cells: Mapping[str, Cell[float]]) -> FoldedScalars:
+        values, by_rank = {}, {}
+        for name, cell in cells.items():
+            merges = self._merges[name]
+            values[name] = merge_scalar(cell.by_rank, merges[min(merges)])
+            if len(cell.by_rank) > 1:
+                by_rank[name] = {rank: cell.by_rank[rank] for rank in sorted(cell.by_rank)}
+        return FoldedScalars(
+            attempt=self.ordinal, step=step, time_s=self.times.of(step), values=values, by_rank=by_rank
+        )
+
+    def _show_layers(self, step: int, time_s: float, by_rank: Mapping[int, Partials]) -> list[Folded]:
+        """# Hot path: once per step; must not loop over layers."""
+        partials = {
+            (rank, schema_id): partials_LP
+            for rank, schemas in sorted(by_rank.items())
+            for schema_id, partials_LP in sorted(schemas.items())
+        }
+        layout, merger = self._merger(tuple(partials))
+        merged = merger.merge(partials)
+        items: list[Folded] = [
+            FoldedLayers(
+                attempt=self.ordinal,
+                step=step,
+                time_s=time_s,
+                layout=layout,
+                statistics=derive_layers(merged.partials_MP),
+                num_nonfinite_by_rank=merged.num_nonfinite_by_rank,
+                expected=self._expected,
+                seen=merged.seen,
+            )
+        ]
+        totals = derive_global(merged.partials_MP)
+        if totals:
+            items.append(FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=totals))
+        mismatch = None if self._mismatch_told else merger.mismatch(partials)
+        if mismatch is not None:
+            self._mismatch_told = True
+            items.append(self._mismatch_event(step, time_s, mismatch))
+        return items
+
+    def _mismatch_event(self, step: int, time_s: float, mismatch: ReplicaMismatch) -> FoldedEvent:
+        return FoldedEvent(
+            attempt=self.ordinal,
+            rank=mismatch.ranks[1],
+            kind="replica_mismatch",
+            time_s=time_s,
+            step=step,
+            attributes={
+                "layer": mismatch.layer,
+                "ranks": list(mismatch.ranks),
+                "sum_squares": list(mismatch.sum_squares),
+            },
+        )
+
+    def _merger(self, writers: tuple[tuple[int, int], ...]) -> tuple[Layout, LayerMerger]:
+        """The layout of all layers known by now, and how these (rank, schema) pairs merge into it."""
+        found = self._mergers.get(writers)
+        if found is None:
+            if self._layout is None:
+                self._layout = self._make_layout(*merged_layers(self._schemas))
+            if len(self._mergers) >= _MAX_MERGERS:
+                self._mergers.clear()
+            merger = LayerMerger(self._layout.names, {writer: self._schemas[writer] for writer in writers})
+            found = self._mergers[writers] = (self._layout, merger)
+        return found
+
+    def needed_seqs(self) -> dict[int, int]:
+        """By rank, the lowest record number that is still needed to finish a step."""
+        lowest: dict[int, int] = self._layers.first_seqs()
+        for lane in self._scalars.values():
+            for rank, seq in lane.first_seqs().items():
+                lowest[rank] = min(seq, lowest.get(rank, NO_BOUND))
+        return lowest
+
+    def released(self) -> dict[str, int]:
+        """By lane ("" for layers), the step below which nothing is merged any more."""
+        below = {name: lane.released_below for name, lane in self._scalars.items() if lane.released_below}
+        return {**below, "": self._layers.released_below}
+
+    def restore_released(self, below: Mapping[str, int]) -> None:
+        """Inverse of `released`."""
+        for name, step in below.items():
+            (self._lane(name) if name else self._layers).released_below = step
+
+    def _lane(self, name: str) -> Lane[float]:
+        lane = self._scalars.get(name)
+        if lane is None:
+            lane = self._scalars[name] = Lane(shows_lone=True)
+        return lane
+
+
+def _max_layer_cells(schemas: Iterable[LayerSchema]) -> int:
+    """How many steps of layers may be in memory; at least as many as are held for late ranks."""
+    step_bytes = sum(8 * len(schema.layers) * len(schema.statistics) for schema in schemas)
+    return max(MAX_HELD, min(MAX_CELLS, _MAX_LAYER_BYTES // step_bytes))

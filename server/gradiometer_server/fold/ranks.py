@@ -1,0 +1,183 @@
+"""Exact merging of what the ranks of one step report; the result does not depend on their order of arrival. Pure.
+
+Shape letters: L layers of one rank, M layers of the merged layout, P partial statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradiometer.wire import LayerSchema
+from gradiometer_server.fold.derive import COUNT, MAX, MIN, NUM_NONFINITE, SUM_SQUARES
+
+REPLICA_TOLERANCE: Final = 1e-6
+"""Relative difference of two replicas' sums of squares beyond which they no longer hold the same gradient."""
+
+Writer = tuple[int, int]
+"""(rank, schema id): who reports a list of layers. Sorted, ranks come first."""
+
+_IDENTITY: Final = np.array([0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0])
+"""The partial of no elements: merging it changes nothing."""
+
+
+def merge_scalar(by_rank: Mapping[int, float], merge: str) -> float:
+    """Combine one metric over ranks in float64, in the order of the ranks.
+
+    A NaN on any rank makes the merged value NaN: a rank in trouble must not be averaged away, nor hidden by
+    `min` and `max` whose Python versions depend on the order.
+    """
+    values = [by_rank[rank] for rank in sorted(by_rank)]
+    if len(values) == 1:
+        return values[0]
+    nan = next((value for value in values if math.isnan(value)), None)
+    if nan is not None:
+        return nan
+    if merge == "min":
+        return min(values)
+    if merge == "max":
+        return max(values)
+    total = 0.0
+    for value in values:
+        total += value
+    return total if merge == "sum" else total / len(values)
+
+
+def merged_layers(schemas: Mapping[Writer, LayerSchema]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Union of all layers as (names, element counts): depth order of the lowest rank, others appended."""
+    numels: dict[str, int] = {}
+    for writer in sorted(schemas):
+        for layer in schemas[writer].layers:
+            numels.setdefault(layer.name, layer.numel)
+    return tuple(numels), tuple(numels.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaMismatch:
+    """Two ranks hold one shard but their gradients differ: (layer, ranks, sums of squares)."""
+
+    layer: str
+    ranks: tuple[int, int]
+    sum_squares: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedLayers:
+    """Partials of one step over all ranks: float64 (M, P); `seen` counts the (layer, shard) pairs in them."""
+
+    partials_MP: NDArray[np.float64]
+    num_nonfinite_by_rank: Mapping[int, NDArray[np.int64]]
+    seen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replicas:
+    """Layers that two writers hold alike: rows of the one that counts, and of the one whose copy is only compared."""
+
+    counted: Writer
+    copy: Writer
+    rows: NDArray[np.intp]
+    copy_rows: NDArray[np.intp]
+
+
+class LayerMerger:
+    """Merges layer partials of a fixed set of writers into a fixed list of layers; built once, used every step.
+
+    A (layer, shard) that several ranks hold counts once, on the lowest of them.
+    """
+
+    def __init__(self, layer_names: Sequence[str], schemas: Mapping[Writer, LayerSchema]) -> None:
+        self._names = tuple(layer_names)
+        place = {name: index for index, name in enumerate(self._names)}
+        self._place = {
+            writer: np.array([place[layer.name] for layer in schema.layers], dtype=np.intp)
+            for writer, schema in schemas.items()
+        }
+        self._own: dict[Writer, NDArray[np.intp]] = {}
+        self._replicas: list[_Replicas] = []
+        owners: dict[tuple[str, tuple[int, ...]], tuple[Writer, int]] = {}
+        for writer in sorted(schemas):
+            self._claim(writer, schemas[writer], owners)
+        self._seen = len(owners)
+
+    def _claim(
+        self,
+        writer: Writer,
+        schema: LayerSchema,
+        owners: dict[tuple[str, tuple[int, ...]], tuple[Writer, int]],
+    ) -> None:
+        """Give `writer` every (layer, shard) that no earlier one holds; list the others as replicas."""
+        own: list[int] = []
+        copies: dict[Writer, list[tuple[int, int]]] = {}
+        for row, layer in enumerate(schema.layers):
+            owner, owner_row = owners.setdefault((layer.name, layer.shard), (writer, row))
+            if owner == writer:
+                own.append(row)
+            else:
+                copies.setdefault(owner, []).append((owner_row, row))
+        self._own[writer] = np.array(own, dtype=np.intp)
+        for owner, pairs in copies.items():
+            rows = np.array(pairs, dtype=np.intp)
+            self._replicas.append(
+                _Replicas(counted=owner, copy=writer, rows=rows[:, 0], copy_rows=rows[:, 1])
+            )
+
+    def merge(self, partials: Mapping[Writer, NDArray[np.float64]]) -> MergedLayers:
+        """Merge writer -> float64 (L, P), of exactly the writers given at the start.
+
+        # Hot path: once per step; must not loop over layers in Python.
+        """
+        merged_MP = np.tile(_IDENTITY, (len(self._names), 1))
+        nonfinite: dict[int, NDArray[np.int64]] = {}
+        with np.errstate(all="ignore"):
+            for writer in sorted(partials):
+                has_gradient_L1 = partials[writer][:, COUNT : COUNT + 1] > 0
+                partials_LP = np.where(has_gradient_L1, partials[writer], _IDENTITY)
+                own, place_L = self._own[writer], self._place[writer]
+                _add(merged_MP, partials_LP[own], place_L[own])
+                bad_L = partials_LP[:, NUM_NONFINITE]
+                if bad_L.any():
+                    bad_M = nonfinite.setdefault(writer[0], np.zeros(len(self._names), dtype=np.int64))
+                    bad_M[place_L] = bad_L.astype(np.int64)
+        return MergedLayers(partials_MP=merged_MP, num_nonfinite_by_rank=nonfinite, seen=self._seen)
+
+    def mismatch(self, partials: Mapping[Writer, NDArray[np.float64]]) -> ReplicaMismatch | None:
+        """First pair of replicas that disagree; copies without a gradient are not compared."""
+        for pair in self._replicas:
+            counted_LP, copy_LP = partials[pair.counted][pair.rows], partials[pair.copy][pair.copy_rows]
+            with np.errstate(all="ignore"):
+                gap_L = np.abs(counted_LP[:, SUM_SQUARES] - copy_LP[:, SUM_SQUARES])
+                scale_L = np.maximum(counted_LP[:, SUM_SQUARES], copy_LP[:, SUM_SQUARES])
+                differ_L = (gap_L > REPLICA_TOLERANCE * scale_L) & (counted_LP[:, COUNT] > 0)
+            differ_L &= copy_LP[:, COUNT] > 0
+            if differ_L.any():
+                at = int(np.argmax(differ_L))
+                return ReplicaMismatch(
+                    layer=self._names[self._place[pair.counted][pair.rows[at]]],
+                    ranks=(pair.counted[0], pair.copy[0]),
+                    sum_squares=(float(counted_LP[at, SUM_SQUARES]), float(copy_LP[at, SUM_SQUARES])),
+                )
+        return None
+
+
+def _add(merged_MP: NDArray[np.float64], own_LP: NDArray[np.float64], place_L: NDArray[np.intp]) -> None:
+    """Merge rows into their places. Names are unique within a rank, so fancy indexing never meets a place twice."""
+    held_LP = merged_MP[place_L]
+    total_LP = held_LP + own_LP
+    total_LP[:, MIN] = np.minimum(held_LP[:, MIN], own_LP[:, MIN])
+    total_LP[:, MAX] = np.maximum(held_LP[:, MAX], own_LP[:, MAX])
+    merged_MP[place_L] = total_LP
+
+
+def expected_shards(schemas: Iterable[LayerSchema]) -> int:
+    """Number of (layer, shard) pairs that report when every rank does."""
+    shards: dict[str, int] = {}
+    for schema in schemas:
+        for layer in schema.layers:
+            shards[layer.name] = max(shards.get(layer.name, 1), layer.num_shards)
+    return sum(shards.values())

@@ -1,0 +1,97 @@
+"""Tails of all series of one run, and the rows that name these series.
+
+One thread writes, any thread reads snapshots.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from gradiometer_server.domain.series import Series, Tail
+from gradiometer_server.fold.points import Point, SeriesName
+from gradiometer_server.fold.tails import TailBuffer
+from gradiometer_server.store.database import Database
+from gradiometer_server.store.series import SeriesKey, ensure_series
+
+
+class TailSet:
+    """Newest points by series."""
+
+    def __init__(self, database: Database, run_key: int, known: Iterable[Series]) -> None:
+        self._database, self._run_key = database, run_key
+        self._ids = {_name_of(series): series.series_id for series in known}
+        self._tails: dict[int, TailBuffer] = {}
+        self._latest: dict[str, tuple[int, float]] = {}
+        self._lock = threading.Lock()
+
+    def ensure(self, names: Iterable[SeriesName]) -> bool:
+        """Write the rows of series that are new; True if one is a metric (or a rank of it) not seen before.
+
+        Raises:
+            StoreUnavailable: nothing was written.
+        """
+        missing = [name for name in dict.fromkeys(names) if name not in self._ids]
+        if not missing:
+            return False
+        with self._database.write() as conn:
+            made: dict[SeriesName, int] = {}
+            for attempt in sorted({name.attempt for name in missing}):
+                keys = {name: _key_of(name) for name in missing if name.attempt == attempt}
+                rows = ensure_series(conn, self._run_key, attempt, keys.values())
+                made.update({name: rows[key].series_id for name, key in keys.items()})
+        self._ids.update(made)
+        return True
+
+    def append(self, points: Iterable[Point]) -> None:
+        """Add points whose series are ensured. # Hot path: once per batch; one dictionary lookup a point."""
+        for point in points:
+            series_id = self._ids[point.name]
+            tail = self._tails.get(series_id)
+            if tail is None:
+                is_layer = point.name.layout_id is not None
+                tail = TailBuffer(width=point.name.width, dtype=np.float32 if is_layer else np.float64)
+                with self._lock:
+                    self._tails[series_id] = tail
+            tail.append(point.step, point.values)
+            if point.name.rank is None and isinstance(point.values, float):
+                known = self._latest.get(point.name.key)
+                if known is None or point.step >= known[0]:
+                    with self._lock:
+                        self._latest[point.name.key] = (point.step, point.values)
+
+    def snapshot(self) -> Mapping[int, Tail]:
+        """Tails by series id, as views that stay true while more is appended."""
+        with self._lock:
+            return {series_id: tail.view() for series_id, tail in self._tails.items()}
+
+    def latest(self) -> Mapping[str, tuple[int, float]]:
+        """(step, value) of the highest step of every merged scalar since this run was loaded."""
+        with self._lock:
+            return dict(self._latest)
+
+    def clear(self) -> None:
+        """All points are in chunks now."""
+        with self._lock:
+            self._tails = {}
+
+    @property
+    def num_steps(self) -> int:
+        """Points of the longest tail."""
+        return max(map(len, self._tails.values()), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all points."""
+        return sum(tail.num_bytes for tail in self._tails.values())
+
+
+def _name_of(series: Series) -> SeriesName:
+    return SeriesName(series.attempt, series.key, series.rank, series.layout_id, series.width)
+
+
+def _key_of(name: SeriesName) -> SeriesKey:
+    kind = "scalar" if name.layout_id is None else "layer"
+    return SeriesKey(key=name.key, rank=name.rank, kind=kind, width=name.width, layout_id=name.layout_id)  # type: ignore[arg-type]

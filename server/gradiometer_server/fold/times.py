@@ -1,0 +1,49 @@
+"""When each step happened: the earliest time that any rank gave for it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+MAX_STEPS: Final = 4096
+"""Steps whose time is remembered; a report of an older one takes no part in the `_time` series."""
+
+
+class StepTimes:
+    """Earliest time by step. Independent of the order in which ranks arrive."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, float] = {}
+        self._forgotten_below = 0
+        self._changed: dict[int, float] = {}
+
+    def report(self, step: int, time_s: float) -> None:
+        """A rank says that `step` was at `time_s` (Unix seconds)."""
+        known = self._times.get(step)
+        if (known is None and step >= self._forgotten_below) or (known is not None and time_s < known):
+            self._times[step] = self._changed[step] = time_s
+            if len(self._times) > MAX_STEPS:
+                self._forget()
+
+    def of(self, step: int) -> float:
+        """Time of a step; 0.0 if it is forgotten."""
+        return self._times.get(step, 0.0)
+
+    def take_changed(self) -> dict[int, float]:
+        """Times that are new or earlier than before, since the last call."""
+        changed, self._changed = self._changed, {}
+        return changed
+
+    def recent(self, count: int) -> dict[int, float]:
+        """The times of the last `count` steps."""
+        return {step: self._times[step] for step in sorted(self._times)[-count:]}
+
+    def restore(self, times: Mapping[int, float]) -> None:
+        """Take over what `recent` gave; nothing of it counts as changed."""
+        self._times.update(times)
+
+    def _forget(self) -> None:
+        steps = sorted(self._times)
+        for step in steps[: MAX_STEPS // 4]:
+            del self._times[step]
+        self._forgotten_below = max(self._forgotten_below, steps[MAX_STEPS // 4])

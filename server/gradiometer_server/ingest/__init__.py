@@ -1,0 +1,1 @@
+"""The agents' door: validates what they send, makes it durable, acknowledges it."""
