@@ -166,9 +166,8 @@ def _train(options: argparse.Namespace, url: str, stop: threading.Event) -> None
 def _run_arguments(options: argparse.Namespace, url: str) -> dict[str, Any]:
     # The demo is a run of its own, whatever run the environment speaks of.
     os.environ.pop("GRADIOMETER_RUN_ID", None)
-    os.environ["GRADIOMETER_URL"] = url
     name = f"demo-{options.fault}" if options.fault else "demo"
-    return {"project": "demo", "name": name, "mode": "online"}
+    return {"project": "demo", "name": name, "mode": "online", "url": url}
 
 
 def _announce(options: argparse.Namespace, url: str, run_id: str, fault: Any) -> None:
