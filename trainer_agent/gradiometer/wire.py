@@ -282,9 +282,15 @@ ClientMessage = Hello | Records | Status | Batch
 ServerMessage = Welcome | Ack | Problem | BatchResult
 
 _encoder = msgspec.msgpack.Encoder()
-_record_decoder = msgspec.msgpack.Decoder(ScalarSchema | LayerSchema | Frame | Event)
-_client_decoder = msgspec.msgpack.Decoder(Hello | Records | Status | Batch)
-_server_decoder = msgspec.msgpack.Decoder(Welcome | Ack | Problem | BatchResult)
+_record_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(
+    ScalarSchema | LayerSchema | Frame | Event
+)
+_client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
+    Hello | Records | Status | Batch
+)
+_server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(
+    Welcome | Ack | Problem | BatchResult
+)
 
 
 class WireError(ValueError):

@@ -19,6 +19,7 @@ ABSENT: Final = np.float64(ABSENT_F4)
 
 def is_absent(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
     """Where `values` (float32 or float64, any shape) hold the absence mark."""
+    whole = np.ascontiguousarray(values)
     if values.dtype == np.float32:
-        return np.ascontiguousarray(values).view(np.uint32) == _BITS_F4
-    return np.ascontiguousarray(values).view(np.uint64) == ABSENT.view(np.uint64)
+        return np.equal(whole.view(np.uint32), _BITS_F4)
+    return np.equal(whole.view(np.uint64), ABSENT.view(np.uint64))
