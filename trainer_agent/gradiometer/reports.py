@@ -97,7 +97,7 @@ class StepReport:
                 kind="nonfinite_activation", time=self.time, step=self.step, attributes={"modules": modules}
             )
             records.add_event(event)
-        if self.partials is not None:
+        if self.partials is not None and self.partials.layout.layers:
             self._write_layers(self.partials, records)
         if self.scalars is not None:
             self._write_scalars(self.scalars, records)

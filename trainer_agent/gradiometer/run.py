@@ -174,6 +174,11 @@ class Run:
         return self._drops.totals
 
     @property
+    def failures(self) -> dict[str, int]:
+        """Number of errors inside the agent, by part; each was logged once, and none reached the training."""
+        return dict(self._guard.failures)
+
+    @property
     def directory(self) -> Path | None:
         """This rank's folder in the spool; None if the run is disabled."""
         return self._delivery.directory if self._delivery is not None else None
@@ -360,6 +365,7 @@ class Run:
             feeder.put(report)
 
     def _unavailable(self, metric: str, reason: str, *, warn: bool = False) -> None:
+        warn = warn or metric in ("grad/layers", "grad/norm")
         if (metric, reason) in self._unavailable_told:
             return
         self._unavailable_told.add((metric, reason))

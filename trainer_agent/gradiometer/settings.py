@@ -115,7 +115,7 @@ def _mode(mode: object) -> Mode:
         raise ValueError(
             f"mode {mode!r} is unknown: use one of {', '.join(MODES)} (argument `mode` or GRADIOMETER_MODE)."
         )
-    return cast(Mode, mode)
+    return mode
 
 
 def _url(url: object) -> str:

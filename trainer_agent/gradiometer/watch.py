@@ -24,7 +24,7 @@ from gradiometer.reports import Report, StepReport
 
 _CLIPPED_AT_MOST: Final = 2
 """In-place changes of a gradient between its capture and a later clip of the same step: two clips."""
-
+_MAX_WRAPPERS: Final = 8
 ABANDONED: Final = "capture in a forked child"
 
 
@@ -78,7 +78,10 @@ class Watch:
         self._scaler = scaler if scaling.is_active(scaler) else None
         self._clock, self._is_clock, self._name = clock, is_clock, name
         self._emit, self._unavailable, self._guard = emit, unavailable, guard
-        self._part = f"gradient capture of {name}" if name else "gradient capture"
+        suffix = f" of {name}" if name else ""
+        # Two parts, so that a step is still counted and timed where its gradients cannot be read.
+        self._capture_part = f"gradient capture{suffix}"
+        self._step_part = f"step capture{suffix}"
         prefix = f"{name}." if name else ""
         self._reader = GradientReader(model, optimizer, prefix, unavailable)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -134,15 +137,15 @@ class Watch:
     def abandon(self) -> None:
         """In a forked child: see nothing more. The hooks stay, because the child may step an optimizer of its own."""
         self._emit = _discard
-        self._part = ABANDONED
+        self._capture_part = self._step_part = ABANDONED
         self._guard.switch_off(ABANDONED)
         if self._probe is not None:
             self._probe.close()
 
     def _enter(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a part of the capture: guarded, and on the agent's account."""
+        """Run a piece of the capture: guarded, and on the agent's account."""
         started_s = time.perf_counter()
-        result = self._guard.call(self._part, function, *args)
+        result = self._guard.call(self._step_part, function, *args)
         self._spent_s += time.perf_counter() - started_s
         return result
 
@@ -191,7 +194,7 @@ class Watch:
         )
         # Clipping by groups: the first call reads everything, the others find it done.
         if owned and (self._partials is None or self._is_outdated(ids)):
-            self._capture()
+            self._guard.call(self._capture_part, self._capture)
 
     def _after_clip(self, gradients: list[torch.Tensor], total_norm: Any) -> None:
         # A norm of some of the gradients is not this step's norm.
@@ -201,7 +204,8 @@ class Watch:
             self._clip_norm = scalars.local_scalar(total_norm)
 
     def _before_scaler_step(self) -> None:
-        scaler, optimizer = self._scaler, self._optimizer
+        scaler: Any = self._scaler
+        optimizer = self._optimizer
         is_scaled = scaling.stage_of(scaler, optimizer) == "READY" and scaling.has_scaled(scaler)
         if is_scaled and not scaling.unscales_itself(optimizer):
             # What scaler.step is about to do; done here, the capture sees the same gradients as the optimizer
@@ -210,7 +214,8 @@ class Watch:
         self._capture_unless_done()
 
     def _before_step(self, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        by_keyword = kwargs.get("closure") is not None
+        closure = kwargs["closure"] if by_keyword else args[1] if len(args) > 1 else None
         if not callable(closure):
             self._capture_unless_done()
             return None
@@ -223,13 +228,13 @@ class Watch:
             self._enter(self._capture_unless_done)
             return loss
 
-        if kwargs.get("closure"):
+        if by_keyword:
             return args, {**kwargs, "closure": observed}
         return (args[0], observed, *args[2:]), kwargs
 
     def _capture_unless_done(self) -> None:
         if self._partials is None or self._is_outdated(set()):
-            self._capture()
+            self._guard.call(self._capture_part, self._capture)
 
     def _is_outdated(self, clipped_ids: set[int]) -> bool:
         """Whether what was read is not of the gradients that are there now.
@@ -379,19 +384,14 @@ class ScalerStep:
 
 def unwrap_optimizer(optimizer: Any) -> Any:
     """The torch optimizer inside Accelerate's, Lightning's and similar wrappers, which have no hooks of their own."""
-    for _ in range(8):
-        inner = next(
-            (
-                candidate
-                for name in ("optimizer", "_optimizer")
-                if isinstance(candidate := getattr(optimizer, name, None), torch.optim.Optimizer)
-            ),
-            None,
-        )
-        if inner is None:
-            return optimizer
-        optimizer = inner
-    return optimizer
+    found = candidate = optimizer
+    for _ in range(_MAX_WRAPPERS):
+        # Not `or`: a wrapper may define its own truth value.
+        candidate = getattr(candidate, "optimizer", getattr(candidate, "_optimizer", None))
+        if candidate is None:
+            break
+        found = candidate if isinstance(candidate, torch.optim.Optimizer) else found
+    return found
 
 
 def _local(gradient: Any) -> torch.Tensor:

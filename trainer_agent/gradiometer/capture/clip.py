@@ -88,7 +88,8 @@ def _patch_attributes(clip_grad: Any) -> str | None:
     if original is None:
         return "this torch has no clip_grad_norm_: statistics are of the gradients as the optimizer gets them"
     patched = _observing_parameters(original)
-    for module in (clip_grad, torch.nn.utils):
+    modules: tuple[Any, ...] = (clip_grad, torch.nn.utils)
+    for module in modules:
         module.clip_grad_norm_ = patched
         _undo.append(functools.partial(setattr, module, "clip_grad_norm_", original))
     return (

@@ -58,8 +58,14 @@ class GradientReader:
     @property
     def layout(self) -> Layout:
         """The current layers; built at first use, and again when the optimizer got other parameters."""
-        if self._layout is None or self._layout.num_in_optimizer != layout.num_in_optimizer(self._optimizer):
-            self._layout = layout.build(self._model, self._optimizer, self._prefix)
+        num_updated = layout.num_in_optimizer(self._optimizer)
+        if self._layout is None or self._layout.num_in_optimizer != num_updated:
+            try:
+                self._layout = layout.build(self._model, self._optimizer, self._prefix)
+            except layout.LayoutError as error:
+                self._unavailable("grad/layers", str(error))
+                # Without layers, so that it is not tried again at every step.
+                self._layout = Layout(layers=(), parameters=(), num_in_optimizer=num_updated)
         return self._layout
 
     # Hot path: training thread, once per optimizer step. Must not change a tensor, read a value of a device

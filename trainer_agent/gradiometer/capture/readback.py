@@ -46,7 +46,7 @@ class CudaReadback:
         self._pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._pinned.copy_(tensor, non_blocking=True)
         # blocking: a thread that waits must sleep, not spin on a core that the training needs.
-        self._event: Any = torch.cuda.Event(blocking=True)
+        self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def values(self) -> Floats:
