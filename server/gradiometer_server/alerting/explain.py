@@ -79,7 +79,7 @@ def _grad_norm_spike(episode: Episode) -> Explanation:
     return Explanation(
         title=f"Gradient norm {_times(first)} its median at step {first.step}{_in_layer(first)}",
         explanation=_sentences(
-            f"The gradient norm before clipping was {number_text(first.value)} at step {first.step}; the median of the "
+            f"The gradient norm before clipping was {number_text(first.value)} at step {first.step}; the median of up to "
             f"128 steps before is {number_text(first.baseline)}.",
             source,
             peak,

@@ -16,7 +16,7 @@ from gradiometer.demo.model import Block, LanguageModel, scaled_logits
 
 BROKEN_BLOCK = 2
 """The block that the faults are put into: in the middle, so that naming it is no accident."""
-BAD_BATCH_WEIGHT = 30.0
+BAD_BATCH_WEIGHT = 100.0
 LOGIT_GAIN = 2.0**24
 BACKWARD_GAIN = 2.0**40
 

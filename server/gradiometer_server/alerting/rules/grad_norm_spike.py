@@ -1,8 +1,9 @@
 """Rule `grad_norm_spike`: the gradient norm of one step far outside its own recent noise and level.
 
 Works on log(norm), because gradient norms vary by factors: a step is a spike if it is both 6 robust standard
-deviations out and at least 3 times the median of the last 128 finite values. The bake-off behind the numbers is in
-docs/decisions. The norm is global, pre-clip and unscaled.
+deviations out and at least 3 times the median of the last 128 finite values. In a comparison of detectors on synthetic
+curves this pair of conditions was the only one without a false alert on language-model, fine-tuning and warm-up curves
+that still saw every spike of 5 times the level. The norm is global, pre-clip and unscaled.
 """
 
 from __future__ import annotations
