@@ -12,7 +12,7 @@ const NICE = [1, 2, 2.5, 5, 10] as const;
 export function niceStep(span: number, count: number): number {
   const raw = span / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
-  return (NICE.find((n) => n * power >= raw * (1 - 1e-9)) ?? 10) * power;
+  return Number(((NICE.find((n) => n * power >= raw * (1 - 1e-9)) ?? 10) * power).toPrecision(12));
 }
 
 /** As `niceStep` for bytes: powers of two times a power of 1024, so that labels are whole. */
@@ -67,7 +67,11 @@ export function valueRange(lists: readonly (readonly number[])[], log: boolean):
     }
   }
   if (low > high) return null;
-  return log ? pad(Math.log10(low), Math.log10(high), 0.15) : pad(low, high, Math.abs(low) * 0.1 || 0.5);
+  if (log) return pad(Math.log10(low), Math.log10(high), 0.15);
+  if (low === 0 && high === 0) return [-0.04, 1];
+  const [from, to] = pad(low, high, Math.abs(low) * 0.1);
+  // No air below zero for what is never negative: an axis that says −0.5 bytes is odd.
+  return low >= 0 && from < 0 ? [-(to - low) * 0.03, to] : [from, to];
 }
 
 function pad(low: number, high: number, whenFlat: number): Range {

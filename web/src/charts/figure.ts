@@ -17,7 +17,7 @@ export interface View {
 }
 export interface Figure { data: object[]; layout: object }
 
-export const MARGIN: Margin = { l: 54, r: 12, t: 8, b: 22 };
+export const MARGIN: Margin = { l: 56, r: 20, t: 8, b: 22 };
 const MOST_MARKS = 40;
 
 export const rgba = (hex: string, alpha: number): string => `rgba(${[1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)).join(',')},${alpha})`;
@@ -46,7 +46,7 @@ export function nonfiniteText(p: Points, i: number): string {
 function bandTrace(p: Points, color: string): object {
   return {
     name: 'band', ...outline(p), mode: 'lines', fill: 'toself', fillcolor: rgba(color, 0.2),
-    line: { width: 1, color: rgba(color, 0.4), simplify: false }, hoverinfo: 'skip',
+    line: { width: 1, color: rgba(color, 0.5), simplify: false }, hoverinfo: 'skip',
   };
 }
 
@@ -82,15 +82,16 @@ export function markShapes(marks: readonly Mark[], range: Range, width: number):
       shapes.push({ ...across, type: 'rect', x0: mark.firstStep, x1: mark.lastStep, fillcolor: rgba(mark.color, 0.1), line: { width: 0 }, layer: 'below' });
     }
     shapes.push({
-      ...across, type: 'line', x0: mark.firstStep, x1: mark.firstStep, name: mark.title, opacity: mark.own ? 1 : 0.45,
-      line: { color: mark.color, width: mark.own ? 1.5 : 1, dash: mark.own ? 'solid' : 'dot' },
+      ...across, type: 'line', x0: mark.firstStep, x1: mark.firstStep, name: mark.title, opacity: mark.own ? 1 : 0.45, layer: 'below',
+      // Dashed, so that a spike at the very step of its alert shows through.
+      line: { color: mark.color, width: mark.own ? 1.5 : 1, dash: mark.own ? '5px,3px' : '2px,3px' },
     });
   }
   return shapes;
 }
 
 const axisBase = (palette: Palette): object => ({
-  color: palette.muted, gridcolor: palette.grid, gridwidth: 1, zeroline: false, tickangle: 0, ticks: '', fixedrange: true, tickmode: 'array', showline: false,
+  color: palette.muted, gridcolor: palette.grid, gridwidth: 1, zeroline: false, tickangle: 0, ticks: 'outside', ticklen: 5, tickcolor: 'rgba(0,0,0,0)', fixedrange: true, tickmode: 'array', showline: false,
 });
 
 export function layoutBase(palette: Palette, width: number, height: number, margin: Margin): object {
@@ -101,7 +102,7 @@ export function layoutBase(palette: Palette, width: number, height: number, marg
 }
 
 export function xAxis(palette: Palette, range: Range, plotWidth: number): object {
-  const ticks = stepTicks(range, Math.max(2, Math.floor(plotWidth / 75)));
+  const ticks = stepTicks(range, Math.max(2, Math.floor(plotWidth / 56)));
   return { ...axisBase(palette), range: [...range], tickvals: ticks.values, ticktext: ticks.labels };
 }
 

@@ -13,7 +13,7 @@ import { scaleOf } from './heat.ts';
 import { Plot } from './plot.ts';
 import { attachPointer } from './pointer.ts';
 
-const MARGIN: Margin = { l: 54, r: 12, t: 8, b: 6 };
+const MARGIN: Margin = { l: 56, r: 20, t: 8, b: 6 };
 const SLIDER_PAUSE_MS = 60;
 const LIVE_PAUSE_MS = 500;
 

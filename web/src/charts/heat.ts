@@ -165,7 +165,7 @@ export function heatFigure(grid: HeatGrid, view: HeatView): Figure {
   const rows = grid.layers.length;
   const every = Math.max(1, Math.ceil(rows / Math.max(1, Math.floor(plotHeight / 17))));
   const labelled = grid.layers.map((_, i) => i).filter((i) => i % every === 0);
-  const chars = Math.floor((margin.l - 10) / 5.9);
+  const chars = Math.floor((margin.l - 14) / 5.9);
   // A column is drawn around its middle: it begins at its own first step.
   const place = { type: 'heatmap', x0: x0 + dx / 2, dx, y0: 0, dy: 1, showscale: false, hoverinfo: 'skip', zsmooth: false };
   const data: object[] = [{ ...place, name: 'magnitude', z, zmin: view.colors[0], zmax: view.colors[1], colorscale: VIRIDIS.map((color, i) => [i / (VIRIDIS.length - 1), color]) }];
@@ -181,9 +181,10 @@ export function heatFigure(grid: HeatGrid, view: HeatView): Figure {
       xaxis: { ...xAxis(palette, range, width - margin.l - margin.r), showgrid: false },
       yaxis: {
         color: palette.muted, range: [rows - 0.5, -0.5], tickmode: 'array', tickvals: labelled, ticktext: labelled.map((i) => plainText(shortName(grid.layers[i]!, chars))),
-        showgrid: false, zeroline: false, ticks: '', fixedrange: true, tickangle: 0,
+        showgrid: false, zeroline: false, ticks: 'outside', ticklen: 5, tickcolor: 'rgba(0,0,0,0)', fixedrange: true, tickangle: 0,
       },
-      shapes: markShapes(view.marks, range, width),
+      // Above the cells, which would hide them.
+      shapes: markShapes(view.marks, range, width).map((shape) => ({ ...shape, layer: 'above', opacity: 0.9 })),
     },
   };
 }

@@ -71,7 +71,7 @@ export class HeatPane {
   }
 
   private margin(): Margin {
-    return { l: this.width < 480 ? 96 : 168, r: 12, t: 6, b: 22 };
+    return { l: this.width < 480 ? 96 : 168, r: 20, t: 6, b: 22 };
   }
 
   private range(): Range {
