@@ -67,11 +67,10 @@ def test_any_flipped_bit_is_noticed(data: st.DataObject) -> None:
     packed[place // 8] ^= 1 << (place % 8)
     try:
         back = codec.decode_values(bytes(packed), 64, 1)
-    except codec.CorruptData as error:
-        assert error.remedy
-    else:
-        # zstd's frame header has a bit that decoders must ignore.
-        assert bits(back) == bits(np.arange(64) * 1.1)
+    except codec.CorruptData:
+        return
+    # zstd's frame header has a bit that decoders must ignore; nothing else may pass.
+    assert bits(back) == bits(np.arange(64) * 1.1)
 
 
 @given(st.data())

@@ -120,8 +120,8 @@ def test_a_block_decodes_and_agrees_with_its_summary(chosen: list[tuple[int, flo
 def test_a_summary_of_other_points_is_noticed(
     one: list[tuple[int, float]], two: list[tuple[int, float]]
 ) -> None:
-    block, steps, values = block_of(one)
-    other, other_steps, other_values = block_of(two)
+    block, steps, _ = block_of(one)
+    other, other_steps, _ = block_of(two)
     if len(steps) == len(other_steps) and steps.tolist() == other_steps.tolist():
         return
     mixed = Block(**{**{name: getattr(block, name) for name in Block.__slots__}, "summary": other.summary})
