@@ -88,7 +88,7 @@ def test_a_plain_loop(spool):
     assert all(0 < value < 1 for value in out.points["agent/step_s"].values())
     assert all(value > 1e7 for value in out.points["memory/process_rss_bytes"].values())
     assert "scaler/scale" not in out.points
-    assert [name for name in out.declared] == [
+    assert list(out.declared) == [
         "0.weight",
         "0.bias",
         "2.weight",
@@ -478,8 +478,8 @@ def test_an_error_of_the_training_reaches_the_user_unchanged(spool):
         scaler.step(optimizer)
         with pytest.raises(RuntimeError, match=r"already been called"):
             scaler.step(optimizer)
+        model[0].weight.grad[0, 0] = math.nan
         with pytest.raises(RuntimeError, match="non-finite"):
-            model[0].weight.grad[0, 0] = math.nan
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
