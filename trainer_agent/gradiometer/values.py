@@ -76,10 +76,14 @@ def _as_scalar_tensor(name: str, tensor: Any) -> torch.Tensor:
     from gradiometer.capture import scalars
 
     if tensor.numel() != 1:
-        raise BadValue("a tensor has more than one element", f"{name} has shape {tuple(tensor.shape)}")
+        raise BadValue(
+            "a tensor does not have exactly one element", f"{name} has shape {tuple(tensor.shape)}"
+        )
     local = scalars.local_scalar(tensor)
     if local is None:
-        raise BadValue("a tensor's value is not on this rank", f"{name} is {type(tensor).__name__}")
+        raise BadValue(
+            "a tensor's value cannot be read", f"{name} is a sharded, complex or meta {type(tensor).__name__}"
+        )
     return local
 
 

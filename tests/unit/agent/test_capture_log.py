@@ -1,0 +1,182 @@
+"""What `Run.log` accepts, at which step it lands, and how it counts what it refuses."""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+import gradiometer as gm
+from tests.support.recorded import recorded
+
+
+def logged(*calls):
+    """Record `(metrics, step)` calls in an offline run; returns what was recorded and what was dropped."""
+    with gm.init(mode="offline") as run:
+        for metrics, step in calls:
+            run.log(metrics, step)
+    assert run.failures == {}
+    return recorded(run.directory), run.dropped
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1.5, 1.5),
+        (3, 3.0),
+        (True, 1.0),
+        (2**53, 2.0**53),
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.float16(2.0), 2.0),
+        (np.int64(-4), -4.0),
+        (np.bool_(True), 1.0),
+        (np.array(5.0), 5.0),
+        (fractions.Fraction(1, 4), 0.25),
+        (torch.tensor(2.5), 2.5),
+        (torch.tensor(7), 7.0),
+        (torch.tensor(True), 1.0),
+        (torch.tensor([[3.5]]), 3.5),
+        (torch.tensor(1.5, dtype=torch.bfloat16), 1.5),
+        (torch.tensor(2.0, requires_grad=True), 2.0),
+        (torch.tensor(1e300, dtype=torch.float64), 1e300),
+        (math.inf, math.inf),
+        (-math.inf, -math.inf),
+        (5e-324, 5e-324),
+        (-0.0, -0.0),
+    ],
+)
+def test_numbers_of_every_kind(value, expected, spool):
+    out, dropped = logged(({"x": value}, None))
+    assert struct.pack("<d", out.points["x"][0]) == struct.pack("<d", expected)
+    assert dropped == {}
+
+
+def test_nan_is_a_value_and_none_is_its_absence(spool):
+    out, dropped = logged(({"nan": math.nan, "none": None, "tensor": torch.tensor(math.nan)}, None))
+    assert set(out.points) == {"nan", "tensor"}
+    assert all(math.isnan(series[0]) for series in out.points.values())
+    assert dropped == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("text", "a value is not a number"),
+        ([1.0], "a value is not a number"),
+        (decimal.Decimal("1.5"), "a value is not a number"),
+        (1 + 2j, "a value is not a number"),
+        (10**400, "a value is not a number"),
+        (np.ones(3), "a value is not a number"),
+        (torch.ones(3), "a tensor does not have exactly one element"),
+        (torch.empty(0), "a tensor does not have exactly one element"),
+        (torch.tensor(1j), "a tensor's value cannot be read"),
+        (torch.tensor(1.0, device="meta"), "a tensor's value cannot be read"),
+    ],
+)
+def test_what_is_not_a_number_is_counted_and_costs_only_itself(value, reason, spool, caplog):
+    out, dropped = logged(({"bad": value, "good": 1.0}, None), ({"bad": value}, None))
+    assert out.points == {"good": {0: 1.0}}
+    assert dropped == {reason: 2}
+    assert len([text for text in caplog.messages if "dropped a report" in text]) == 1
+    assert sum(event.attributes["reports"] for event in out.of_kind("dropped")) == 2
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "x" * 501, "\ud800"])
+def test_names_that_cannot_travel(name, spool):
+    out, dropped = logged(({name: 1.0, "ok": 2.0}, None))
+    assert out.points == {"ok": {0: 2.0}}
+    assert dropped == {"a metric name is not valid": 1}
+
+
+@pytest.mark.parametrize("name", ["x" * 500, "потери/обучение", "损失", "a b", "%/?#", "🔥"])
+def test_names_in_any_script(name, spool):
+    assert logged(({name: 1.0}, None))[0].points == {name: {0: 1.0}}
+
+
+@pytest.mark.parametrize("step", [-1, 2**53, 1.5, "3", True, math.nan])
+def test_steps_that_are_none(step, spool):
+    out, dropped = logged(({"x": 1.0}, step), ({"x": 2.0}, 5))
+    assert out.points == {"x": {5: 2.0}}
+    assert dropped == {"a step is not valid": 1}
+
+
+def test_steps_without_a_watch(spool):
+    with gm.init(mode="offline") as run:
+        run.log({"x": 0.0})
+        run.log({"x": 1.0})
+        run.log({"x": 10.0}, step=np.int64(10))
+        run.log({"x": 11.0})
+        assert run.step == 11
+        run.log({"x": 2.0}, 2**53 - 1)
+    assert recorded(run.directory).points == {"x": {0: 0.0, 1: 1.0, 10: 10.0, 11: 11.0, 2**53 - 1: 2.0}}
+
+
+def test_nested_names_are_joined(spool):
+    out, _ = logged(({"train": {"loss": 1.0, "per": {1: 2.0}}, "lr": 0.5}, None))
+    assert out.points == {"train/loss": {0: 1.0}, "train/per/1": {0: 2.0}, "lr": {0: 0.5}}
+
+
+def test_a_tensor_is_copied_when_it_is_logged(spool):
+    value = torch.tensor(1.0)
+    with gm.init(mode="offline") as run:
+        run.log({"x": value})
+        value.fill_(2.0)
+    assert recorded(run.directory).points == {"x": {0: 1.0}}
+
+
+def test_a_value_whose_conversion_explodes_does_not_reach_the_training(spool, caplog):
+    class Trap:
+        ndim = 0
+
+        def __float__(self):
+            raise MemoryError("trap")
+
+    with gm.init(mode="offline") as run:
+        run.log({"x": Trap()})
+        run.log(None)
+        run.log({"x": 1.0})
+    assert run.failures == {"log": 2}
+    assert recorded(run.directory).points["x"][max(recorded(run.directory).points["x"])] == 1.0
+
+
+def test_alerts_and_marks(spool):
+    with gm.init(mode="offline") as run:
+        run.log({"x": 1.0}, step=4)
+        run.alert("Data ran out", "shard 7 is empty", severity="error")
+        run.alert("odd", severity="catastrophe")
+        run.mark("evaluation")
+    out = recorded(run.directory)
+    first, second = out.of_kind("alert")
+    assert first.attributes == {"title": "Data ran out", "text": "shard 7 is empty", "severity": "error"}
+    assert first.step == 4
+    assert second.attributes["severity"] == "warning"
+    assert out.of_kind("marker")[0].attributes == {"name": "evaluation"}
+
+
+def test_a_disabled_run_takes_everything_and_does_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADIOMETER_SPOOL", str(tmp_path / "spool"))
+    with gm.init(mode="disabled", config={"lr": 1}) as run:
+        run.log({"x": object()}, step=-1)
+        run.watch(None, None)
+        run.alert("x")
+        run.mark("x")
+        run.finish()
+    assert run.dropped == {}
+    assert (run.id, run.url, run.step, run.config) == ("", "", 0, {"lr": 1})
+    assert not (tmp_path / "spool").exists()
+
+
+def test_after_finish_nothing_is_recorded_and_nothing_raised(spool):
+    run = gm.init(mode="offline")
+    run.finish()
+    run.log({"x": 1.0})
+    run.watch(torch.nn.Linear(1, 1), None)
+    run.finish(1)
+    out = recorded(run.directory)
+    assert out.points == {}
+    assert [event.attributes["code"] for event in out.of_kind("exit")] == [0]

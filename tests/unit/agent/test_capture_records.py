@@ -1,0 +1,119 @@
+"""The record stream: schemas once, frames in order and of bounded size, nothing lost to a full disk."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from gradiometer import records, wire
+
+LAYERS = (wire.Layer(name="w", shape=(2,), numel=2),)
+
+
+def columns(*names):
+    return tuple(wire.Column(name) for name in names)
+
+
+def decoded(builder):
+    return [wire.decode_record(data) for data in builder.take()]
+
+
+def kinds(decoded_records):
+    return [type(record).__name__ for record in decoded_records]
+
+
+def test_a_schema_is_declared_once_and_steps_share_a_frame():
+    builder = records.Records()
+    for step in (1, 2):
+        builder.add_scalars(step, step + 0.5, columns("a", "b"), [step, -step])
+    schema, frame = decoded(builder)
+    builder.commit()
+    assert schema.columns == columns("a", "b")
+    assert (frame.schema_id, frame.steps, frame.times) == (schema.schema_id, (1, 2), (1.5, 2.5))
+    assert struct.unpack("<4d", frame.values) == (1, -1, 2, -2)
+    builder.add_scalars(3, 0.0, columns("a", "b"), [0, 0])
+    assert kinds(decoded(builder)) == ["Frame"]
+
+
+def test_another_order_or_merge_of_columns_is_another_schema():
+    builder = records.Records()
+    builder.add_scalars(1, 0.0, columns("a", "b"), [1, 2])
+    builder.add_scalars(1, 0.0, columns("b", "a"), [1, 2])
+    builder.add_scalars(1, 0.0, (wire.Column("a", "max"), wire.Column("b")), [1, 2])
+    assert len([kind for kind in kinds(decoded(builder)) if kind == "ScalarSchema"]) == 3
+
+
+def test_layers_come_before_scalars_and_events_stay_in_place():
+    builder = records.Records()
+    builder.add_scalars(1, 0.0, columns("a"), [1])
+    builder.add_layers(1, 0.0, LAYERS, bytes(56))
+    builder.add_event(wire.Event(kind="marker", time=0.0, step=1))
+    builder.add_scalars(2, 0.0, columns("a"), [2])
+    out = decoded(builder)
+    assert kinds(out) == ["ScalarSchema", "LayerSchema", "Frame", "Frame", "Event", "Frame"]
+    layer_frame, scalar_frame = out[2:4]
+    assert layer_frame.schema_id == out[1].schema_id
+    assert scalar_frame.schema_id == out[0].schema_id
+    assert out[5].steps == (2,)
+
+
+def test_equal_layers_in_another_object_are_the_same_schema():
+    builder = records.Records()
+    builder.add_layers(1, 0.0, LAYERS, bytes(56))
+    builder.add_layers(2, 0.0, (wire.Layer(name="w", shape=(2,), numel=2),), bytes(56))
+    assert kinds(decoded(builder)) == ["LayerSchema", "Frame"]
+
+
+def test_a_schema_that_was_lost_is_declared_again():
+    builder = records.Records()
+    builder.add_scalars(1, 0.0, columns("a"), [1])
+    first = decoded(builder)[0]
+    builder.rollback()
+    builder.add_scalars(2, 0.0, columns("a"), [2])
+    again, frame = decoded(builder)
+    builder.commit()
+    assert again == first
+    assert frame.steps == (2,)
+    builder.rollback()
+    builder.add_scalars(3, 0.0, columns("a"), [3])
+    assert kinds(decoded(builder)) == ["Frame"], "what was committed is not undone"
+
+
+def test_frames_stay_below_the_limit_of_a_record():
+    builder = records.Records()
+    wide = columns(*[f"m{index}" for index in range(1000)])
+    for step in range(300):
+        builder.add_scalars(step, 0.0, wide, [1.0] * 1000)
+    encoded = builder.take()
+    assert max(map(len, encoded)) < wire.MAX_RECORD_BYTES
+    steps = [step for data in encoded[1:] for step in wire.decode_record(data).steps]
+    assert steps == list(range(300))
+
+
+def test_a_record_that_no_server_takes_is_refused_here():
+    builder = records.Records()
+    many = tuple(wire.Layer(name=f"{index}" + "x" * 400, shape=(1,), numel=1) for index in range(30_000))
+    with pytest.raises(records.RecordTooLarge):
+        builder.add_layers(1, 0.0, many, bytes(8))
+
+
+def test_a_new_combination_of_names_at_every_step_does_not_declare_without_end():
+    builder = records.Records()
+    count = 3 * records.MAX_SCALAR_SCHEMAS
+    for step in range(count):
+        names = [f"m{bit}" for bit in range(10) if (step + 1) >> bit & 1]
+        builder.add_scalars(step, 0.0, columns(*names), [float(step)] * len(names))
+    out = decoded(builder)
+    assert kinds(out).count("ScalarSchema") <= records.MAX_SCALAR_SCHEMAS + 10
+    schemas = {record.schema_id: record for record in out if isinstance(record, wire.ScalarSchema)}
+    points = {
+        (column.name, step)
+        for frame in out
+        if isinstance(frame, wire.Frame)
+        for step in frame.steps
+        for column in schemas[frame.schema_id].columns
+    }
+    assert points == {
+        (f"m{bit}", step) for step in range(count) for bit in range(10) if (step + 1) >> bit & 1
+    }

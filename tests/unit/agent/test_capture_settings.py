@@ -1,0 +1,233 @@
+"""Arguments over environment over defaults; each mistake is named together with its remedy."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradiometer as gm
+from gradiometer import environment, exits, launch, settings, values, wire
+from gradiometer import spool as spool_module
+
+ARGUMENTS = {
+    "project": None,
+    "name": None,
+    "config": None,
+    "tags": (),
+    "notes": "",
+    "group": None,
+    "mode": None,
+    "run_id": None,
+    "url": None,
+    "token": None,
+    "spool_path": None,
+    "resume": None,
+    "start_step": 0,
+}
+
+
+def resolve(**arguments):
+    return settings.resolve(**{**ARGUMENTS, **arguments})
+
+
+def test_defaults():
+    found = resolve()
+    assert (found.project, found.mode, found.url, found.run_id, found.token) == (
+        "default",
+        "online",
+        "http://127.0.0.1:7717",
+        None,
+        None,
+    )
+    assert found.spool == spool_module.default_root()
+
+
+def test_environment_and_arguments_above_it(monkeypatch, tmp_path):
+    given = {
+        "PROJECT": "p",
+        "MODE": "offline",
+        "URL": "http://h:1",
+        "RUN_ID": "r",
+        "TOKEN": "t",
+        "SPOOL": str(tmp_path),
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(f"GRADIOMETER_{name}", value)
+    found = resolve()
+    assert (found.project, found.mode, found.url, found.run_id, found.token, found.spool) == (
+        "p",
+        "offline",
+        "http://h:1",
+        "r",
+        "t",
+        tmp_path,
+    )
+    found = resolve(
+        project="P", mode="online", url="https://H:2/", run_id="R", token="T", spool_path=tmp_path / "S"
+    )
+    assert (found.project, found.mode, found.url, found.run_id, found.token, found.spool) == (
+        "P",
+        "online",
+        "https://H:2",
+        "R",
+        "T",
+        tmp_path / "S",
+    )
+    assert "T" not in repr(found).replace("Settings", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "on"}, r"mode 'on' is unknown: use one of online, offline, disabled"),
+        ({"url": "127.0.0.1:7717"}, r"url '127.0.0.1:7717' is not the address.*http://127.0.0.1:7717"),
+        ({"url": "http://"}, r"is not the address"),
+        ({"url": "http://h:99999"}, r"is not the address"),
+        ({"url": "http://[::1"}, r"is not the address"),
+        ({"run_id": "x" * 129}, r"run_id 'x+' cannot be used: it has 129 characters; at most 128"),
+        ({"run_id": "a\nb"}, r"run_id.*control character"),
+        ({"project": " "}, r"project ' ' cannot be used: the name is empty"),
+        ({"project": 3}, r"project is a int: pass a string"),
+        ({"tags": "abc"}, r"tags 'abc' is not a list of strings"),
+        ({"tags": [1]}, r"tags \[1\] is not a list"),
+        ({"config": 3}, r"config is a int: pass a dict"),
+        ({"resume": "allow"}, r"resume='allow' needs to know the run: pass run_id"),
+        ({"resume": "must", "run_id": "r"}, r"resume='must' is unknown"),
+        ({"start_step": -1}, r"start_step -1 is not a step"),
+        ({"start_step": True}, r"start_step True is not a step"),
+        ({"start_step": 2**53}, r"is not a step"),
+    ],
+)
+def test_mistakes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(**arguments)
+
+
+def test_init_raises_before_it_touches_the_run_that_is_open(spool):
+    with gm.init(mode="offline") as run:
+        with pytest.raises(ValueError, match="mode"):
+            gm.init(mode="nonsense")
+        run.log({"x": 1.0})
+        assert run.dropped == {}
+
+
+def test_configs_of_every_kind():
+    @dataclasses.dataclass
+    class Options:
+        lr: float = 0.1
+
+    assert resolve(config=Options()).config == {"lr": 0.1}
+    assert resolve(config=argparse.Namespace(layers=3)).config == {"layers": 3}
+    config = {
+        "nested": {1: (1, 2)},
+        "path": Path("x"),
+        "nan": math.nan,
+        "big": 2**80,
+        "np": np.float32(0.5),
+        "on": True,
+    }
+    plain = resolve(config=config).config
+    assert plain == {
+        "nested": {"1": [1, 2]},
+        "path": repr(Path("x")),
+        "nan": "nan",
+        "big": str(2**80),
+        "np": 0.5,
+        "on": True,
+    }
+    cyclic = {}
+    cyclic["self"] = cyclic
+    assert isinstance(values.plain(cyclic), dict)
+
+
+def test_run_ids_are_short_url_safe_and_sort_by_time():
+    ids = [launch.new_run_id(time_ms) for time_ms in (0, 1, 31, 32, 1_700_000_000_000, 4_000_000_000_000)]
+    assert ids == sorted(ids)
+    assert all(re.fullmatch(r"[0-9a-hjkmnp-tv-z]{13}", run_id) for run_id in ids)
+    assert launch.new_run_id(5, noise=0) == "0000000050000"
+    assert len({launch.new_run_id(5) for _ in range(50)}) > 45
+    assert wire.name_problem(ids[0]) is None
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    def set_environment(rank, world_size, **more):
+        for name, value in {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, **more}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_environment
+
+
+def test_ranks_of_one_launcher_agree_without_talking(torchrun, monkeypatch):
+    found = []
+    for rank in (0, 1):
+        torchrun(rank, 2, LOCAL_WORLD_SIZE=2)
+        monkeypatch.setattr(launch, "_num_launches", 0)
+        found.append(launch.identify(resolve()))
+    assert found[0].run_id == found[1].run_id
+    assert found[0].attempt == found[1].attempt
+    assert [one.rank for one in found] == [0, 1]
+    monkeypatch.setattr(launch, "_num_launches", 0)
+    torchrun(0, 2, LOCAL_WORLD_SIZE=2, TORCHELASTIC_RESTART_COUNT=1)
+    restarted = launch.identify(resolve())
+    assert restarted.run_id == found[0].run_id
+    assert restarted.attempt > found[0].attempt, "a restart is the next attempt"
+    assert launch.identify(resolve()).run_id != found[0].run_id, "a second run of the process is another run"
+
+
+def test_ranks_on_several_nodes_must_be_told(torchrun, monkeypatch):
+    torchrun(3, 16, LOCAL_WORLD_SIZE=8)
+    with pytest.raises(ValueError, match=r"after init_process_group\(\), or set GRADIOMETER_RUN_ID"):
+        launch.identify(resolve())
+    monkeypatch.setenv("GRADIOMETER_ATTEMPT", "1234")
+    found = launch.identify(resolve(run_id="shared"))
+    assert (found.run_id, found.attempt, found.rank, found.world_size) == ("shared", 1234, 3, 16)
+    monkeypatch.setenv("GRADIOMETER_ATTEMPT", "yesterday")
+    with pytest.raises(ValueError, match="GRADIOMETER_ATTEMPT is 'yesterday'"):
+        resolve()
+
+
+def test_nonsense_in_the_rank_variables_means_a_single_process(torchrun):
+    torchrun("x", "y")
+    found = launch.identify(resolve())
+    assert (found.rank, found.world_size) == (0, 1)
+
+
+def test_secrets_in_the_command_line_are_hidden():
+    command = [
+        "train.py",
+        "--lr",
+        "0.1",
+        "--hf-token",
+        "abc",
+        "--api_key=def",
+        "PASSWORD=ghi",
+        "--auth",
+        "--x",
+        "y",
+    ]
+    assert environment.command_line(command) == (
+        "train.py --lr 0.1 --hf-token *** --api_key=*** PASSWORD=*** --auth --x y"
+    )
+
+
+def test_the_environment_is_described_in_texts():
+    found = environment.describe()
+    assert all(isinstance(value, str) for value in found.values())
+    assert found["python"].startswith(f"{sys.version_info.major}.")
+    assert found["cpus"] == str(os.cpu_count())
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(None, 0), (0, 0), (3, 3), (256, 0), (-1, 255), ("text", 1), ([], 1)]
+)
+def test_exit_codes(status, code):
+    assert exits.exit_code_of(status) == code
