@@ -15,8 +15,6 @@ MAX_CONFIG_BYTES: Final = 1024 * 1024
 """Largest run configuration, encoded: it is read with every run page."""
 MAX_TEXT_CHARS: Final = 64 * 1024
 """Longest notes."""
-MAX_LABEL_CHARS: Final = 1024
-"""Longest run name, group, tag, host."""
 MAX_TAGS: Final = 256
 MAX_DEPTH: Final = 32
 """Deepest nesting of configuration and event attributes."""
@@ -62,9 +60,9 @@ def _run_fault(run: wire.RunInfo) -> Fault | None:
     faults = (
         _label_fault("run.run_id", run.run_id, wire.MAX_ID_CHARS),
         _label_fault("run.project", run.project, wire.MAX_ID_CHARS),
-        _label_fault("run.name", run.name, MAX_LABEL_CHARS),
-        _label_fault("run.group", run.group, MAX_LABEL_CHARS) if run.group is not None else None,
-        *(_label_fault(f"run.tags[{i}]", tag, MAX_LABEL_CHARS) for i, tag in enumerate(run.tags[:MAX_TAGS])),
+        _label_fault("run.name", run.name, wire.MAX_NAME_CHARS),
+        _label_fault("run.group", run.group, wire.MAX_NAME_CHARS) if run.group is not None else None,
+        *(_label_fault(f"run.tags[{i}]", tag, wire.MAX_NAME_CHARS) for i, tag in enumerate(run.tags[:MAX_TAGS])),
         _hello("run.tags", f"holds {len(run.tags)} tags; at most {MAX_TAGS}")
         if len(run.tags) > MAX_TAGS
         else None,
@@ -112,8 +110,10 @@ def _hello(field: str, what: str) -> Fault:
 
 
 def _label_fault(field: str, text: str, max_chars: int) -> Fault | None:
-    problem = wire.name_problem(text) if len(text) <= max_chars else f"it has {len(text)} characters"
-    if problem is None or (len(text) > wire.MAX_NAME_CHARS and len(text) <= max_chars):
+    problem = wire.name_problem(text)
+    if problem is None and len(text) > max_chars:
+        problem = f"it has {len(text)} characters"
+    if problem is None:
         return None
     return _hello(field, f"cannot be used: {problem} (1 to {max_chars} printable characters)")
 
