@@ -58,16 +58,16 @@ class TrainerWatch:
         pid: the process that writes the spool.
         start: its `process.start_mark`; None if it could not be read.
         fault_log: where `faulthandler` of that process writes.
+        oom_file: counts the kernel's OOM kills around it; by default found by its cgroup.
     """
 
-    def __init__(self, *, pid: int, start: str | None, fault_log: Path) -> None:
+    def __init__(self, *, pid: int, start: str | None, fault_log: Path, oom_file: Path | None = None) -> None:
         self._pid, self._start, self._fault_log = pid, start, fault_log
         self._pidfd = _open_pidfd(pid)
-        self._oom_file = _oom_file(pid)
+        self._oom_file = oom_file or find_oom_file(pid)
         self._oom_kills = _count_oom_kills(self._oom_file)
         # Opened first and compared after: a pid that changed hands before is then recognised.
-        self._seen_alive = process.is_running(pid, start)
-        if not self._seen_alive and process.start_mark(pid) != start:
+        if process.start_mark(pid) != start:
             self.close()
 
     @property
@@ -166,7 +166,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _oom_file(pid: int) -> Path | None:
+def find_oom_file(pid: int) -> Path | None:
     """The file in which the memory cgroup of a process counts its OOM kills (version 2, else version 1)."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
