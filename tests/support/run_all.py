@@ -16,7 +16,10 @@ from collections import Counter
 from pathlib import Path
 
 STAGES = (
-    ("unit, property, integration", ["tests/unit", "tests/property", "tests/integration", "-n", "2"]),
+    (
+        "unit, property, integration",
+        ["tests/unit", "tests/property", "tests/integration", "-n", "2", "--dist", "loadfile"],
+    ),
     ("faults", ["tests/faults"]),
     ("browser", ["tests/browser"]),
 )
