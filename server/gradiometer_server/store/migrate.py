@@ -51,7 +51,7 @@ def upgrade(database: Database, revision: str = "head") -> None:
     """Bring the database to `revision`. Raises `ConfigurationError`, `StoreUnavailable`."""
     with database.write() as conn:
         if not database.is_sqlite:
-            conn.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"of_run": _ADVISORY_LOCK})
+            conn.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _ADVISORY_LOCK})
         config = alembic_config(conn)
         found = current_revision(conn)
         _refuse_newer(database, config, found)
