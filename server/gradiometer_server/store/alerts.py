@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from sqlalchemy import Connection, Row, and_, bindparam, or_, select
 
 from gradiometer_server.domain.alerts import Episode, EpisodeState
@@ -59,7 +60,14 @@ _RULE_STATES = select(rule_state).where(rule_state.c.run_id == bindparam("of_run
 
 def encode_episode(episode: Episode) -> str:
     """JSON text of an episode; NaN and infinities are kept."""
-    return dump_json(msgspec.to_builtins(episode))
+    return dump_json(msgspec.to_builtins(episode, enc_hook=_plain))
+
+
+def _plain(value: Any) -> Any:
+    """A numpy number, which rules may well put into a breach, as Python's own."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"an episode cannot hold a {type(value).__name__}")
 
 
 def decode_episode(text: str) -> Episode:
