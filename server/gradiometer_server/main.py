@@ -1,6 +1,8 @@
 """The composition root: builds the application from settings, and starts and stops its parts in order.
 
-Start: database (lock, migrations) -> live hub. Stop: the reverse.
+Start: database (lock, migrations) -> live hub -> fold (takes in what is left in the log) -> log -> agents are let in.
+Stop: the reverse. The connections are closed by then (`serving`), so nothing new comes in; the log commits what is
+queued, the fold folds and flushes it, each with a deadline. What a deadline cuts off is in the log or in the spools.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from gradiometer_server.api.alerts import alerts_router
 from gradiometer_server.api.auth import AuthMiddleware, Sessions
 from gradiometer_server.api.docs import docs_router
 from gradiometer_server.api.health import health_router
+from gradiometer_server.api.layers import layers_router
 from gradiometer_server.api.page import page
 from gradiometer_server.api.paths import PathMiddleware
 from gradiometer_server.api.reads import Reads
@@ -30,17 +33,26 @@ from gradiometer_server.api.security import (
     content_security_policy,
     read_index,
 )
+from gradiometer_server.api.series import series_router
+from gradiometer_server.api.series_reads import SeriesReads
 from gradiometer_server.api.views import alert_view
 from gradiometer_server.clock import Clock, SystemClock
-from gradiometer_server.errors import NotFound
+from gradiometer_server.errors import NotFound, StoreUnavailable
+from gradiometer_server.fold.pipeline import FoldPipeline
+from gradiometer_server.ingest.endpoint import ingest_router
+from gradiometer_server.ingest.services import IngestServices
 from gradiometer_server.live.endpoint import live_router
 from gradiometer_server.live.hub import Hub
 from gradiometer_server.live.states import StateWatcher
 from gradiometer_server.settings import Settings
-from gradiometer_server.store.database import open_database
+from gradiometer_server.store.database import Database, open_database
+from gradiometer_server.store.log import LogWriter
 
 logger = logging.getLogger(__name__)
 
+LOG_STOP_S: Final = 4.0
+FOLD_STOP_S: Final = 6.0
+"""For each of the fold's threads; all deadlines together stay below `serving.STOP_DEADLINE_S`."""
 API_PREFIX: Final = "/api/v1"
 _DESCRIPTION: Final = (
     "Runs, metrics, layer statistics and alerts of PyTorch training runs. A float that is not finite is the string "
@@ -80,6 +92,7 @@ class _Parts:
         self.reads = Reads(clock)
         self.hub = Hub(read_run=self._read_run, show_alert=alert_view, clock=clock)
         self.states = StateWatcher(read_running=self._read_running, publish=self.hub.publish)
+        self._ingest: IngestServices | None = None
         self._live_limiter = anyio.CapacityLimiter(2)
 
     @contextlib.asynccontextmanager
@@ -91,12 +104,35 @@ class _Parts:
                 lambda: open_database(self.settings.database_url, clock=self.clock)
             )
             stack.callback(database.close)
-            self.reads.open(database)
             self.hub.start()
             stack.push_async_callback(self.hub.stop)
+            await self._start_ingest(database, stack)
             self.states.start()
             stack.push_async_callback(self.states.stop)
             yield
+
+    async def _start_ingest(self, database: Database, stack: contextlib.AsyncExitStack) -> None:
+        pipeline = FoldPipeline(database, clock=self.clock, publish=self.hub.publish)
+        await anyio.to_thread.run_sync(pipeline.start)
+        stack.push_async_callback(anyio.to_thread.run_sync, pipeline.stop, FOLD_STOP_S)
+        log = LogWriter(database)
+        log.start()
+        stack.push_async_callback(anyio.to_thread.run_sync, log.stop, LOG_STOP_S)
+        self.reads.open(database, tails=pipeline.tails, latest=pipeline.latest)
+        self._ingest = IngestServices(
+            database=database,
+            log=log,
+            pipeline=pipeline,
+            clock=self.clock,
+            publish=self.hub.publish,
+            server_version=__version__,
+        )
+
+    def ingest(self) -> IngestServices:
+        """What agents talk to; raises `StoreUnavailable` before the start is done."""
+        if self._ingest is None:
+            raise StoreUnavailable("the server is starting.", remedy="Try again in a moment.")
+        return self._ingest
 
     async def _read_run(self, run_id: str) -> dict[str, Any] | None:
         # Threads of its own: a crowd of slow REST reads must not hold up the feed.
@@ -113,6 +149,10 @@ def _add_routes(app: FastAPI, parts: _Parts) -> None:
     api = APIRouter(prefix=API_PREFIX)
     api.include_router(runs_router(parts.reads))
     api.include_router(alerts_router(parts.reads))
+    series_reads = SeriesReads(parts.reads)
+    api.include_router(series_router(series_reads))
+    api.include_router(layers_router(series_reads))
+    api.include_router(ingest_router(parts.ingest), tags=["agents"])
     api.include_router(live_router(parts.hub, parts.clock))
     app.include_router(api)
     app.include_router(health_router(parts.reads.check_ready))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from sqlalchemy import Connection
 
 from gradiometer_server.api.views import Json, alert_view, detail_view, run_view
 from gradiometer_server.clock import Clock
-from gradiometer_server.errors import StoreUnavailable
+from gradiometer_server.errors import NotFound, StoreUnavailable
 from gradiometer_server.store import alerts, migrate, run_rows, runs, series
 from gradiometer_server.store.database import Database
+from gradiometer_server.store.query import SeriesReader, Tails
+
+Latest = Callable[[int], Mapping[str, tuple[int, float]]]
+"""Run key -> (step, value) of its newest merged scalars, as far as they are in memory."""
 
 
 class Reads:
@@ -18,21 +24,29 @@ class Reads:
         self._clock = clock
         self._database: Database | None = None
         self._revision: str | None = None
+        self._latest: Latest = _nothing
+        self._series: SeriesReader | None = None
 
-    def open(self, database: Database) -> None:
-        """Begin to answer; `database` is migrated."""
+    def open(self, database: Database, *, tails: Tails, latest: Latest) -> None:
+        """Begin to answer; `database` is migrated, `tails` and `latest` are the fold's."""
         with database.read() as conn:
             self._revision = migrate.current_revision(conn)
-        self._database = database
+        self._database, self._latest = database, latest
+        self._series = SeriesReader(database, tails)
 
     @property
     def database(self) -> Database:
         """The open database; raises `StoreUnavailable` before the start is done."""
         if self._database is None:
-            raise StoreUnavailable(
-                "the server has not opened its database yet.", remedy="Try again in a moment."
-            )
+            raise _not_open()
         return self._database
+
+    @property
+    def series(self) -> SeriesReader:
+        """Reads series; raises `StoreUnavailable` before the start is done."""
+        if self._series is None:
+            raise _not_open()
+        return self._series
 
     def check_ready(self) -> str:
         """The database's revision; raises `StoreUnavailable` when it does not answer or is not this version's."""
@@ -65,12 +79,13 @@ class Reads:
                 cursor=cursor,
                 now_s=self._clock.now_s(),
             )
-        return {"runs": [run_view(row) for row in page.runs], "next_cursor": page.next_cursor}
+        return {"runs": [self._view(row) for row in page.runs], "next_cursor": page.next_cursor}
 
     def run(self, run_id: str) -> Json:
         """One run, as it stands in a list. Raises `NotFound`."""
         with self.database.read() as conn:
-            return run_view(runs.get_run(conn, run_id, self._clock.now_s()))
+            row = runs.get_run(conn, run_id, self._clock.now_s())
+        return self._view(row)
 
     def run_detail(self, run_id: str) -> Json:
         """One run with everything. Raises `NotFound`."""
@@ -78,7 +93,7 @@ class Reads:
             row = runs.get_run(conn, run_id, self._clock.now_s())
             sources = runs.list_sources(conn, row.run_key)
             layouts = series.list_layouts(conn, row.run_key)
-        return detail_view(run_view(row), row, sources, layouts)
+        return detail_view(self._view(row), row, sources, layouts)
 
     def running(self) -> frozenset[str]:
         """Public ids of the runs (the newest 500) that are running."""
@@ -100,5 +115,35 @@ class Reads:
             episode = alerts.get_episode(conn, self._key(conn, run_id), alert_id)
         return alert_view(run_id, episode)
 
+    def key(self, run_id: str) -> int:
+        """Storage key of a run. Raises `NotFound`."""
+        with self.database.read() as conn:
+            return self._key(conn, run_id)
+
+    def find_key(self, run_id: str) -> int | None:
+        """Storage key of a run, None if there is none."""
+        try:
+            return self.key(run_id)
+        except NotFound:
+            return None
+
     def _key(self, conn: Connection, run_id: str) -> int:
         return runs.get_run(conn, run_id, self._clock.now_s()).run_key
+
+    def _view(self, row: run_rows.RunRow) -> Json:
+        newest = {
+            name: found for name, found in self._latest(row.run_key).items() if not name.startswith("_")
+        }
+        return run_view(
+            row,
+            latest={name: value for name, (_, value) in newest.items()},
+            last_step=max((step for step, _ in newest.values()), default=None),
+        )
+
+
+def _nothing(_run_key: int) -> Mapping[str, tuple[int, float]]:
+    return {}
+
+
+def _not_open() -> StoreUnavailable:
+    return StoreUnavailable("the server has not opened its database yet.", remedy="Try again in a moment.")

@@ -12,7 +12,7 @@ from gradiometer_server.alerting.explain import explain
 from gradiometer_server.domain.alerts import Episode
 from gradiometer_server.domain.folded import Layout
 from gradiometer_server.domain.jsonable import float_to_json, json_safe
-from gradiometer_server.store.runs import RunRow, SourceRow
+from gradiometer_server.store.run_rows import RunRow, SourceRow
 
 Json = dict[str, Any]
 

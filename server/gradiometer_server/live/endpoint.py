@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import APIRouter
-from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from gradiometer_server import __version__
 from gradiometer_server.clock import Clock
@@ -59,11 +59,10 @@ def live_router(hub: Hub, clock: Clock) -> APIRouter:
             await websocket.send_text(dumps(hello).decode())
             await _until_first_ends(_read(websocket, hub, browser), _send(websocket, browser, clock))
         except (WebSocketDisconnect, TimeoutError):
+            # Gone, or as good as gone; returning closes the connection.
             logger.debug("a browser has gone")
         finally:
             hub.disconnect(browser)
-        if websocket.application_state is WebSocketState.CONNECTED:
-            await websocket.close(1000)
 
     return router
 
