@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from sqlalchemy import text
 
 from gradiometer import wire
 from gradiometer_server.clock import SystemClock
 from gradiometer_server.domain.absent import ABSENT, is_absent
 from gradiometer_server.domain.series import Series, Tail
-from gradiometer_server.errors import InvalidRequest, NotFound, ProtocolError
+from gradiometer_server.errors import InvalidRequest, NotFound, ProtocolError, StoreUnavailable
 from gradiometer_server.store import alerts, chunks, log, runs, series
 from gradiometer_server.store.database import Database, open_database
 from gradiometer_server.store.maintenance import check, stats
@@ -77,6 +78,45 @@ def flush(
 
 def bits(values: np.ndarray) -> list[int]:
     return np.ascontiguousarray(values).view(np.uint64).reshape(-1).tolist()
+
+
+# ---- transactions
+
+
+def test_a_snapshot_does_not_see_later_writes(database: Database) -> None:
+    with database.read() as conn:
+        assert runs.list_runs(conn, now_s=1.0).runs == ()
+        new_run(database)
+        assert runs.list_runs(conn, now_s=1.0).runs == ()
+    with database.read() as conn:
+        assert len(runs.list_runs(conn, now_s=1.0).runs) == 1
+
+
+def test_a_failed_transaction_writes_nothing(database: Database) -> None:
+    with pytest.raises(ZeroDivisionError), database.write() as conn:
+        runs.ensure_run(conn, info(), 1 / 0 if runs.ensure_run(conn, info(), 1.0) else 1.0)
+    with database.read() as conn:
+        assert runs.list_runs(conn, now_s=1.0).runs == ()
+
+
+def test_a_write_inside_a_write_is_refused_instead_of_hanging(database: Database) -> None:
+    with database.write(), pytest.raises(RuntimeError, match="for itself"), database.write():
+        pass
+    new_run(database)
+
+
+@pytest.mark.postgres
+def test_a_lost_connection_is_said_and_the_next_one_works(postgres_url: str) -> None:
+    database = open_database(postgres_url, clock=SystemClock())
+    end_me = text("SELECT pg_terminate_backend(pg_backend_pid())")
+    for door in (database.read, database.write):
+        with pytest.raises(StoreUnavailable, match="terminating connection") as caught, door() as conn:
+            conn.execute(end_me)
+        assert caught.value.remedy
+    new_run(database)
+    with database.read() as conn:
+        assert len(runs.list_runs(conn, now_s=1.0).runs) == 1
+    database.close()
 
 
 # ---- runs and sources
@@ -226,6 +266,8 @@ def test_pages_of_runs_newest_first(database: Database) -> None:
         assert runs.list_projects(conn) == ("p0", "p1")
         with pytest.raises(InvalidRequest, match="cursor"):
             runs.list_runs(conn, cursor="nonsense", now_s=1.0)
+        with pytest.raises(InvalidRequest, match="cursor"):
+            runs.list_runs(conn, cursor=f"1.0_{2**64}", now_s=1.0)
         with pytest.raises(InvalidRequest, match="limit"):
             runs.list_runs(conn, limit=0, now_s=1.0)
 
@@ -276,9 +318,9 @@ def test_refused_records_are_acknowledged_without_being_stored(
 
 def test_a_hole_is_never_acknowledged(database: Database, writer: log.LogWriter) -> None:
     key = new_run(database)
-    with pytest.raises(log.StoreUnavailable, match="not written"):
+    with pytest.raises(StoreUnavailable, match="not written"):
         writer.submit(key, 1, 2, records(2, 3), 3).result(WAIT_S)
-    with pytest.raises(log.StoreUnavailable, match="unknown"):
+    with pytest.raises(StoreUnavailable, match="unknown"):
         writer.submit(key, 9, 1, records(1, 1), 1).result(WAIT_S)
     assert acked(database, key) == 0
 
@@ -534,7 +576,10 @@ def test_questions_that_cannot_be_answered_say_why(database: Database) -> None:
         reader.query(key, LOSS.key, None, 2, 1)
     with pytest.raises(InvalidRequest, match="buckets"):
         reader.query(key, LOSS.key, buckets=0)
-    found, first, last = reader.query(key, LOSS.key)
+    assert len(reader.raw(key, LOSS.key, None, -(10**30), 10**30)[0]) == 0
+    with pytest.raises(NotFound, match="layer"):
+        reader.layer_statistics_at(key, 10**30)
+    found, first, last = reader.query(key, LOSS.key, None, -(10**30), 10**30)
     assert (len(found.first_step_B), first, last) == (0, None, None)
 
 

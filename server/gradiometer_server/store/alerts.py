@@ -14,7 +14,7 @@ from gradiometer_server.domain.alerts import Episode, EpisodeState
 from gradiometer_server.errors import InvalidRequest, NotFound
 from gradiometer_server.store.statements import insert_or_update
 from gradiometer_server.store.tables import alert, rule_state, run
-from gradiometer_server.store.values import dump_json, load_json
+from gradiometer_server.store.values import dump_json, load_json, read_key
 
 MAX_PAGE: Final = 500
 
@@ -146,7 +146,7 @@ def _cursor(row: Row[Any]) -> str:
 def _after(cursor: str) -> Any:
     try:
         opened_text, key_text, alert_id = cursor.split("_", 2)
-        opened_s, key = float(opened_text), int(key_text)
+        opened_s, key = float(opened_text), read_key(key_text)
     except ValueError as error:
         raise InvalidRequest(
             f"the cursor {cursor[:50]!r} was not given out by this server.",

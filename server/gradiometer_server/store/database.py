@@ -69,6 +69,7 @@ class Database:
         self._reader = self._engine(reads=True)
         self._writer = self._engine(reads=False)
         self._writing = threading.Lock()
+        self._writing_thread = 0
 
     def _engine(self, *, reads: bool) -> Engine:
         if self.is_sqlite:
@@ -97,9 +98,23 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that commits on success; one at a time in this process. Raises `StoreUnavailable`."""
-        with self._translated("written"), self._writing, self._writer.connect() as conn, conn.begin():
-            yield conn
+        """A transaction that commits on success; one at a time in this process, never one inside another.
+
+        Raises:
+            StoreUnavailable: the database refuses; nothing was written.
+        """
+        me = threading.get_ident()
+        if self._writing_thread == me:
+            raise RuntimeError(
+                "write() inside write() would wait for itself for ever; hand the connection on"
+            )
+        with self._translated("written"), self._writing:
+            self._writing_thread = me
+            try:
+                with self._writer.connect() as conn, conn.begin():
+                    yield conn
+            finally:
+                self._writing_thread = 0
 
     @contextmanager
     def _translated(self, verb: str) -> Iterator[None]:

@@ -143,7 +143,7 @@ class SeriesReader:
         tails = self._tails(run_key)
         with self._database.read() as conn:
             pieces = _pieces(conn, run_key, key, rank, tails)
-            low, high = first or 0, _MAX_STEP if last is None else last
+            low, high = _clip(first, 0), _clip(last, _MAX_STEP)
             fetched = [fetch(conn, piece, low, high, 0) for piece in pieces]
         decoded = [points_of(one) for one in fetched]
         # Attempts do not overlap once cut; sorted, because a late launch may lie before an earlier one.
@@ -186,7 +186,7 @@ class SeriesReader:
             NotFound: no layer statistics at or before that step.
         """
         tails = self._tails(run_key)
-        limit = _MAX_STEP if step is None else step
+        limit = _clip(step, _MAX_STEP)
         with self._database.read() as conn:
             rows = [
                 row
@@ -244,6 +244,11 @@ def _check(first: int | None, last: int | None, buckets: int) -> None:
         raise InvalidRequest(
             f"{buckets} buckets were asked for; it must be 1 to {MAX_BUCKETS}.", field="buckets"
         )
+
+
+def _clip(step: int | None, otherwise: int) -> int:
+    """A step that every engine can compare with: callers may name any number."""
+    return otherwise if step is None else min(max(step, -1), _MAX_STEP)
 
 
 def _pieces(

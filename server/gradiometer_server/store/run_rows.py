@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, Select, and_, bindparam, func, or_, sele
 from gradiometer_server.domain.names import run_key
 from gradiometer_server.errors import InvalidRequest, NotFound
 from gradiometer_server.store.tables import alert, run, series, source
-from gradiometer_server.store.values import load_json, unpack_float
+from gradiometer_server.store.values import load_json, read_key, unpack_float
 
 State = Literal["running", "finished", "failed", "crashed", "lost"]
 STATES: Final[tuple[State, ...]] = ("running", "finished", "failed", "crashed", "lost")
@@ -210,7 +210,7 @@ def _with_state(statement: Select[Any], state: State, now_s: float) -> Select[An
 def _read_cursor(cursor: str) -> tuple[float, int]:
     try:
         created_s, _, key = cursor.partition("_")
-        return float(created_s), int(key)
+        return float(created_s), read_key(key)
     except ValueError as error:
         raise InvalidRequest(
             f"the cursor {cursor[:50]!r} was not given out by this server.",

@@ -44,6 +44,14 @@ def unpack_float(data: bytes | None) -> float | None:
     return None if data is None else float(struct.unpack("<d", data)[0])
 
 
+def read_key(text: str) -> int:
+    """A storage key from a cursor; raises ValueError for what no column can hold."""
+    key = int(text)
+    if not 0 <= key < 2**63:
+        raise ValueError(f"{key} is no storage key")
+    return key
+
+
 def clean_text(text: str) -> str:
     """Text without NUL, which PostgreSQL cannot store; shown as U+FFFD instead."""
     return text.replace("\x00", "\ufffd")
