@@ -191,3 +191,10 @@ def _windows(rows: Sequence[Any], columns: int, dtype: str, series: Series) -> B
         )
     except codec.CorruptData as error:
         raise _in_place(error, rows[0], series) from error
+
+
+def extent(pieces: Sequence[Piece]) -> tuple[int | None, int | None]:
+    """First and last step of a line made of these pieces; None if it has no points."""
+    firsts = [step for piece in pieces if (step := piece.first_step) is not None]
+    lasts = [step for piece in pieces if (step := piece.last_step) is not None]
+    return min(firsts, default=None), max(lasts, default=None)

@@ -9,8 +9,7 @@ Shape letters: N points, B buckets, W width of a series, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +21,12 @@ from gradiometer_server.domain.names import LAYER_PREFIX
 from gradiometer_server.domain.series import Buckets, Tail
 from gradiometer_server.errors import InvalidRequest, NotFound
 from gradiometer_server.store.database import Database
+from gradiometer_server.store.metric_rows import Latest, MetricRow, last_value, metric_of
 from gradiometer_server.store.pieces import (
     Fetched,
     Piece,
     buckets_of,
+    extent,
     fetch,
     fetch_last,
     make_piece,
@@ -42,6 +43,8 @@ from gradiometer_server.store.tables import series, source
 from gradiometer_server.summaries import buckets as bucketing
 from gradiometer_server.summaries.columns import common_layout, places, spread, spread_values
 from gradiometer_server.summaries.selection import AttemptSpan, attempt_cuts, display_width
+
+__all__ = ["MAX_BUCKETS", "Latest", "MetricRow", "SeriesReader", "Tails"]
 
 MAX_BUCKETS: Final = 100_000
 _MAX_STEP: Final = 2**53 - 1
@@ -66,33 +69,6 @@ _LAUNCHES = (
     .where(source.c.run_id.in_(bindparam("runs", expanding=True)))
     .group_by(source.c.run_id, source.c.ordinal)
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latest:
-    """The newest merged value of each scalar of a run (its latest attempt that has one), and the highest step."""
-
-    last_step: int | None
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricRow:
-    """A metric over all attempts, tails included; figures are of the merged series, or of the ranks if only they are.
-
-    `num_points` counts a step that is written again while it is not flushed twice.
-    """
-
-    name: str
-    kind: str
-    ranks: tuple[int, ...]
-    num_points: int
-    first_step: int | None
-    last_step: int | None
-    last: float | None
-    min: float | None
-    max: float | None
-    num_nonfinite: int
 
 
 class SeriesReader:
@@ -124,7 +100,7 @@ class SeriesReader:
         tails = self._tails(run_key)
         with self._database.read() as conn:
             pieces = _pieces(conn, run_key, key, rank, tails)
-            begin, end = _extent(pieces)
+            begin, end = extent(pieces)
             width, fetched = _fetch(conn, pieces, first, last, buckets)
         columns = pieces[0].row.series.width
         parts = [part for one in fetched for part in buckets_of(one, width)]
@@ -219,7 +195,7 @@ class SeriesReader:
             if piece.last_step is None:
                 continue
             last_steps[run_key] = max(piece.last_step, last_steps.get(run_key, 0))
-            value = _last_value(piece)
+            value = last_value(piece)
             if value is not None and not row.series.key.startswith("_"):
                 values[run_key][row.series.key] = value
         return {key: Latest(last_step=last_steps.get(key), values=values[key]) for key in keys}
@@ -234,7 +210,7 @@ class SeriesReader:
         for piece in pieces:
             if not piece.row.series.key.startswith("_"):
                 by_name.setdefault(piece.row.series.key, []).append(piece)
-        return [_metric(name, by_name[name]) for name in sorted(by_name)]
+        return [metric_of(name, by_name[name]) for name in sorted(by_name)]
 
 
 def _check(first: int | None, last: int | None, buckets: int) -> None:
@@ -293,16 +269,10 @@ def _first_reported(rows: Sequence[SeriesRow], tails: Mapping[int, Tail]) -> dic
     return first
 
 
-def _extent(pieces: Sequence[Piece]) -> tuple[int | None, int | None]:
-    firsts = [step for piece in pieces if (step := piece.first_step) is not None]
-    lasts = [step for piece in pieces if (step := piece.last_step) is not None]
-    return min(firsts, default=None), max(lasts, default=None)
-
-
 def _fetch(
     conn: Connection, pieces: Sequence[Piece], first: int | None, last: int | None, most: int
 ) -> tuple[int, list[Fetched]]:
-    begin, end = _extent(pieces)
+    begin, end = extent(pieces)
     if begin is None or end is None:
         return 1, []
     low = begin if first is None else max(begin, first)
@@ -347,40 +317,3 @@ def _statistics_at(
             moved = spread_values(values, places(layouts[_layout_id(piece)], common), len(common.names))
             result[name] = np.where(is_absent(moved), row_L, moved)
     return result
-
-
-def _last_value(piece: Piece) -> float | None:
-    if len(piece.steps_N) and (piece.row.last_step is None or piece.steps_N[-1] >= piece.row.last_step):
-        return None if is_absent(piece.values_NW[-1])[0] else float(piece.values_NW[-1, 0])
-    return piece.row.last
-
-
-def _metric(name: str, pieces: Sequence[Piece]) -> MetricRow:
-    merged = [piece for piece in pieces if piece.row.series.rank is None] or list(pieces)
-    first, last = _extent(merged)
-    finite = [_finite_extremes(piece) for piece in merged]
-    newest = [piece for piece in merged if piece.last_step is not None]
-    is_scalar = merged[0].row.series.kind == "scalar"
-    return MetricRow(
-        name=name,
-        kind=merged[0].row.series.kind,
-        ranks=tuple(sorted({piece.row.series.rank for piece in pieces if piece.row.series.rank is not None})),
-        num_points=sum(piece.row.num_points + len(piece.steps_N) for piece in merged),
-        first_step=first,
-        last_step=last,
-        last=_last_value(newest[-1]) if newest and is_scalar else None,
-        min=min((low for low, _ in finite if low is not None), default=None),
-        max=max((high for _, high in finite if high is not None), default=None),
-        num_nonfinite=sum(piece.row.num_nonfinite + _num_nonfinite(piece.values_NW) for piece in merged),
-    )
-
-
-def _finite_extremes(piece: Piece) -> tuple[float | None, float | None]:
-    finite = piece.values_NW[np.isfinite(piece.values_NW)]
-    lows = [x for x in (piece.row.min, float(finite.min()) if len(finite) else None) if x is not None]
-    highs = [x for x in (piece.row.max, float(finite.max()) if len(finite) else None) if x is not None]
-    return min(lows, default=None), max(highs, default=None)
-
-
-def _num_nonfinite(values: NDArray[Any]) -> int:
-    return int((~np.isfinite(values) & ~is_absent(values)).sum())
