@@ -41,7 +41,37 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gradiometer_server", description="Gradiometer's server.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="run the server"))
+    _add_db(commands.add_parser("db", help="look after the database"))
     return parser
+
+
+def _add_db(db: argparse.ArgumentParser) -> None:
+    commands = db.add_subparsers(required=True, metavar="COMMAND")
+    helps = {
+        "stats": "print figures",
+        "check": "look for damage; exit code 1 if there is any",
+        "backup": "copy a SQLite database, also while a server runs",
+        "upgrade": "bring the tables to this version's revision; a server does so at its start",
+        "downgrade": "take the tables back; data that only newer tables hold is lost",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text)
+        _add_database(command)
+        command.set_defaults(run=_db, command=name)
+        if name == "backup":
+            command.add_argument("path", metavar="PATH", help="file to write; it must not exist")
+        elif name == "upgrade":
+            command.add_argument("revision", nargs="?", default="head")
+        elif name == "downgrade":
+            command.add_argument("revision", help="a revision, or `base` for no tables")
+
+
+def _db(options: argparse.Namespace) -> int:
+    from gradiometer_server import maintain
+
+    options.database = _database_url(options)
+    code: int = getattr(maintain, options.command)(options)
+    return code
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
