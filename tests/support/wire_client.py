@@ -74,7 +74,7 @@ class WireClient:
             max_size=wire.MAX_MESSAGE_BYTES,
             open_timeout=10,
             proxy=None,
-        )
+        ).__enter__()  # closed by `close`, whoever calls it
 
     def __enter__(self) -> WireClient:
         return self
