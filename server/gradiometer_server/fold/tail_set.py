@@ -24,7 +24,7 @@ class TailSet:
         self._database, self._run_key = database, run_key
         self._ids = {_name_of(series): series.series_id for series in known}
         self._tails: dict[int, TailBuffer] = {}
-        self._latest: dict[str, tuple[int, float]] = {}
+        self._latest: dict[str, tuple[int, int, float]] = {}
         self._lock = threading.Lock()
 
     def ensure(self, names: Iterable[SeriesName]) -> bool:
@@ -57,10 +57,14 @@ class TailSet:
                     self._tails[series_id] = tail
             tail.append(point.step, point.values)
             if point.name.rank is None and isinstance(point.values, float):
-                known = self._latest.get(point.name.key)
-                if known is None or point.step >= known[0]:
-                    with self._lock:
-                        self._latest[point.name.key] = (point.step, point.values)
+                self._note_latest(point.name, point.step, point.values)
+
+    def _note_latest(self, name: SeriesName, step: int, value: float) -> None:
+        """A later attempt begins again at a lower step, and is the latest all the same."""
+        known = self._latest.get(name.key)
+        if known is None or (name.attempt, step) >= known[:2]:
+            with self._lock:
+                self._latest[name.key] = (name.attempt, step, value)
 
     def snapshot(self) -> Mapping[int, Tail]:
         """Tails by series id, as views that stay true while more is appended."""
@@ -70,7 +74,8 @@ class TailSet:
     def latest(self) -> Mapping[str, tuple[int, float]]:
         """(step, value) of the highest step of every merged scalar since this run was loaded."""
         with self._lock:
-            return dict(self._latest)
+            found = dict(self._latest)
+        return {key: (step, value) for key, (_, step, value) in found.items() if not key.startswith("_")}
 
     def clear(self) -> None:
         """All points are in chunks now."""
