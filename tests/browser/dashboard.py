@@ -96,9 +96,15 @@ def drawn_step(page: Page, metric: str) -> int:
 
 def wait_for_step(page: Page, metric: str, step: int, timeout_s: float = 15) -> None:
     """Wait until the chart has drawn `step` or a later one."""
-    eventually(lambda: drawn_step(page, metric) >= step, timeout_s, what=f"{metric} is drawn up to step {step}")
+    eventually(
+        lambda: drawn_step(page, metric) >= step, timeout_s, what=f"{metric} is drawn up to step {step}"
+    )
 
 
 def visible_values(drawn: dict[str, list[Any]] | None) -> list[float]:
     """Finite y values of a trace."""
-    return [value for value in (drawn or {}).get("y", []) if isinstance(value, int | float) and math.isfinite(value)]
+    return [
+        value
+        for value in (drawn or {}).get("y", [])
+        if isinstance(value, int | float) and math.isfinite(value)
+    ]

@@ -52,7 +52,9 @@ def test_points_are_drawn_while_they_arrive(server: Callable[..., Server], page:
     assert float(card.get_attribute("data-last-value") or "nan") == pytest.approx(smooth("train/loss", 150))
 
 
-def test_a_metric_that_appears_while_the_page_is_open_gets_its_chart(server: Callable[..., Server], page: Page) -> None:
+def test_a_metric_that_appears_while_the_page_is_open_gets_its_chart(
+    server: Callable[..., Server], page: Page
+) -> None:
     one = server()
     with begin_run(one.url, "grows", NAMES) as client:
         send_scalars(client, NAMES, 1, 20, smooth)
@@ -80,7 +82,9 @@ def test_a_nan_is_marked_and_its_alert_is_drawn_and_listed(server: Callable[...,
         marks = eventually(lambda: trace(page, "train/loss", "non-finite"), 10, what="the NaN is marked")
         assert marks["x"] == [61]
         assert marks["customdata"] == ["1 NaN"]
-        shown = eventually(lambda: [s for s in layout(page, "train/loss")["shapes"] if s["type"] == "line"], 10)
+        shown = eventually(
+            lambda: [s for s in layout(page, "train/loss")["shapes"] if s["type"] == "line"], 10
+        )
     assert 61 in [shape["x0"] for shape in shown]
     expect(alert.locator(".explanation")).not_to_be_empty()
     alert.get_by_role("button", name=re.compile("Zoom charts")).click()
@@ -112,7 +116,9 @@ def test_what_was_sent_while_the_server_was_down_is_there_after_it_returns(
     assert drawn["x"] == list(range(1, 81))
 
 
-def test_heat_map_and_flow_follow_the_run_and_show_the_bad_layer(server: Callable[..., Server], page: Page) -> None:
+def test_heat_map_and_flow_follow_the_run_and_show_the_bad_layer(
+    server: Callable[..., Server], page: Page
+) -> None:
     one = server()
     layers = [("embed.weight", 10), ("blocks.0.fc.weight", 10), ("head.weight", 10)]
     with begin_run(one.url, "layers", NAMES, layers) as client:
@@ -136,7 +142,9 @@ def test_heat_map_and_flow_follow_the_run_and_show_the_bad_layer(server: Callabl
     expect(flow.locator(".badge.bad")).to_have_count(0)
 
 
-def test_drag_zooms_every_chart_and_double_click_returns_to_live(server: Callable[..., Server], page: Page) -> None:
+def test_drag_zooms_every_chart_and_double_click_returns_to_live(
+    server: Callable[..., Server], page: Page
+) -> None:
     one = server()
     whole_run(one.url, "zoom", NAMES, 5000, smooth)
     page.goto(f"{one.url}/runs/zoom")
@@ -150,7 +158,9 @@ def test_drag_zooms_every_chart_and_double_click_returns_to_live(server: Callabl
     low, high = eventually(lambda: (r := layout(page, "grad/norm")["range"]) and r[1] < 4000 and r, 10)
     assert 1000 < low < high < 3500
     # Refetched at its own resolution: single steps, no band any more.
-    eventually(lambda: trace(page, "train/loss", "band") is None and drawn_step(page, "train/loss") <= high, 10)
+    eventually(
+        lambda: trace(page, "train/loss", "band") is None and drawn_step(page, "train/loss") <= high, 10
+    )
     assert "from=" in page.url
     page.mouse.dblclick(box["x"] + box["width"] * 0.45, box["y"] + 80)
     eventually(lambda: layout(page, "grad/norm")["range"][1] >= 5000, 10)

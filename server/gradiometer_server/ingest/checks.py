@@ -62,7 +62,10 @@ def _run_fault(run: wire.RunInfo) -> Fault | None:
         _label_fault("run.project", run.project, wire.MAX_ID_CHARS),
         _label_fault("run.name", run.name, wire.MAX_NAME_CHARS),
         _label_fault("run.group", run.group, wire.MAX_NAME_CHARS) if run.group is not None else None,
-        *(_label_fault(f"run.tags[{i}]", tag, wire.MAX_NAME_CHARS) for i, tag in enumerate(run.tags[:MAX_TAGS])),
+        *(
+            _label_fault(f"run.tags[{i}]", tag, wire.MAX_NAME_CHARS)
+            for i, tag in enumerate(run.tags[:MAX_TAGS])
+        ),
         _hello("run.tags", f"holds {len(run.tags)} tags; at most {MAX_TAGS}")
         if len(run.tags) > MAX_TAGS
         else None,
