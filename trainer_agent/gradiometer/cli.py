@@ -31,7 +31,6 @@ environment:
   GRADIOMETER_TOKEN    its token, where it asks for one
   GRADIOMETER_SPOOL    where runs wait until the server has them
 """
-DEFAULT_URL: Final = "http://127.0.0.1:7717"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sync(argv: list[str]) -> int:
+    # Here, because the other commands need no WebSocket client.
+    from gradiometer import spool
+    from gradiometer.settings import DEFAULT_URL
+    from gradiometer.uplink.sync import sync
+
     parser = argparse.ArgumentParser(
         prog="gradiometer sync",
         description="Deliver every run that waits in a spool; exit code 1 if one could not be.",
@@ -71,10 +75,6 @@ def _sync(argv: list[str]) -> int:
         help="seconds without progress before giving up (10)",
     )
     arguments = parser.parse_args(argv)
-    # Here, because the other commands need no WebSocket client.
-    from gradiometer import spool
-    from gradiometer.uplink.sync import sync
-
     path = arguments.path or spool.default_root()
     return sync(
         path, url=arguments.url, token=os.environ.get("GRADIOMETER_TOKEN"), patience_s=arguments.patience

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gradiometer import __version__, cli
+from gradiometer.settings import DEFAULT_URL
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,6 +19,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for command in ("serve", "demo", "sync", "db"):
         assert f"\n  {command} " in printed
+    assert DEFAULT_URL in printed
 
 
 def test_no_command_is_an_error_that_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
