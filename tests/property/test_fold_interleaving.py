@@ -52,11 +52,7 @@ class Log:
     def store(self, fold: RunFold, items: list[Folded]) -> None:
         for item in items:
             if isinstance(item, FoldedScalars):
-                for name, value in item.values.items():
-                    self.points[name, None, item.step] = struct.pack("<d", value)
-                for name, ranks in item.by_rank.items():
-                    for rank, value in ranks.items():
-                        self.points[name, rank, item.step] = struct.pack("<d", value)
+                self._store_scalars(item)
             elif isinstance(item, FoldedLayers):
                 for name, values_L in item.statistics.items():
                     for layer, value in zip(item.layout.names, values_L, strict=True):
@@ -64,6 +60,13 @@ class Log:
         for times in fold.take_times().values():
             for step, time_s in times.items():
                 self.points["_time", None, step] = struct.pack("<d", time_s)
+
+    def _store_scalars(self, item: FoldedScalars) -> None:
+        for name, value in item.values.items():
+            self.points[name, None, item.step] = struct.pack("<d", value)
+        for name, ranks in item.by_rank.items():
+            for rank, value in ranks.items():
+                self.points[name, rank, item.step] = struct.pack("<d", value)
 
 
 values = st.floats(width=32, allow_nan=True, allow_infinity=True) | st.just(math.nan)
