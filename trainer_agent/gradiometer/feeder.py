@@ -83,10 +83,17 @@ class Feeder:
 
     def close(self, deadline_s: float) -> bool:
         """Flush, close the spool's writer and end the thread; False if that took longer than `deadline_s`."""
+        due_s = time.monotonic() + deadline_s
         if self._closing is None:
             self._closing = _Flush(last=True)
-            return self._wait(self._closing, deadline_s)
-        return self._closing.done.wait(max(0.0, deadline_s))
+            written = self._wait(self._closing, deadline_s)
+        else:
+            written = self._closing.done.wait(max(0.0, deadline_s))
+        if written:
+            # A daemon thread that has run torch code and is still leaving when the interpreter ends is killed inside
+            # C++ frames that must not unwind, which aborts the whole process.
+            self._thread.join(max(0.0, due_s - time.monotonic()))
+        return written
 
     def put_essential(self, report: Report) -> None:
         """Queue a report that is written even if the queue is full: how the run ended."""

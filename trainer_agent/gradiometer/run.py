@@ -151,8 +151,6 @@ class Run:
             )
             sys.stderr.write(f"gradiometer: run {self.id} ({where})\n")
 
-    # -- what the user reads -------------------------------------------------------------------------------------
-
     @property
     def url(self) -> str:
         """The run's page; empty if the run is disabled."""
@@ -182,8 +180,6 @@ class Run:
     def directory(self) -> Path | None:
         """This rank's folder in the spool; None if the run is disabled."""
         return self._delivery.directory if self._delivery is not None else None
-
-    # -- what the user says --------------------------------------------------------------------------------------
 
     # Hot path: training thread. Must not wait for a device or a lock, or do I/O.
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -252,8 +248,6 @@ class Run:
             self.note_exception(error)
             self.finish(1)
 
-    # -- how the process ends (exits.Ending) ---------------------------------------------------------------------
-
     def note_exception(self, error: BaseException) -> None:
         """Record an exception that ends the run; the first one counts."""
         if self._feeder is None or self._exception_told:
@@ -278,8 +272,6 @@ class Run:
         self._watches = []
         if self._exits is not None:
             self._exits.abandon()
-
-    # -- inside --------------------------------------------------------------------------------------------------
 
     def _log(self, metrics: Mapping[str, Any], step: int | None) -> None:
         at = self._step_for(step)

@@ -59,6 +59,7 @@ def test_everything_put_is_in_the_spool_in_order_when_close_returns(writer):
     assert out.points["x"] == {step: float(step) for step in range(1000)}
     assert out.events[-1].kind == "exit"
     assert appended[-1] == writer.seq
+    assert not feeder._thread.is_alive(), "a thread that is still leaving can abort the interpreter's end"
     assert feeder.close(0), "a second close is harmless"
 
 
