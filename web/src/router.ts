@@ -43,5 +43,6 @@ export function rangeFromUrl(): Range | null {
 }
 
 export function rangeToUrl(range: Range | null): void {
-  history.replaceState(null, '', range ? `?from=${range[0]}&to=${range[1]}` : location.pathname);
+  // The whole path: a bare "?..." would be resolved against the base.
+  history.replaceState(null, '', location.pathname + (range ? `?from=${range[0]}&to=${range[1]}` : ''));
 }

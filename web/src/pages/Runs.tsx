@@ -74,7 +74,7 @@ function Table({ runs }: { runs: readonly Run[] }) {
   return (
     <div class="table-box">
       <table class="runs-table" aria-rowcount={runs.length + 1}>
-        <thead><tr><th>State</th><th>Run</th><th class="wide">Project</th><th class="num">Step</th><th class="num">Loss</th><th class="num wide">Duration</th><th>Alerts</th><th class="num wide">Started</th></tr></thead>
+        <thead><tr><th>State</th><th>Run</th><th class="wide">Project</th><th class="num mid">Step</th><th class="num">Loss</th><th class="num wide">Duration</th><th>Alerts</th><th class="num wide">Started</th></tr></thead>
         <tbody ref={box}>
           {first > 0 && <tr class="pad" aria-hidden="true"><td colSpan={8} style={{ height: `${first * ROW_PX}px` }} /></tr>}
           {runs.slice(first, last).map((run, i) => <Row key={run.id} run={run} index={first + i + 2} />)}
@@ -93,7 +93,7 @@ function Row({ run, index }: { run: Run; index: number }) {
       <td><StateBadge state={run.state} /></td>
       <td class="run-link"><a href={runHref(run.id)} onClick={followLink}>{run.name}</a>{run.tags.slice(0, 3).map((tag) => <span class="tag" key={tag}>{tag}</span>)}</td>
       <td class="wide muted project">{run.project}</td>
-      <td class="num">{run.last_step === null ? '–' : formatStep(run.last_step)}</td>
+      <td class="num mid">{run.last_step === null ? '–' : formatStep(run.last_step)}</td>
       <td class={`num ${loss !== null && !Number.isFinite(loss) ? 'bad' : ''}`}>{loss === null ? '–' : formatNumber(loss)}</td>
       <td class="num wide">{formatDuration(end - run.created_s)}</td>
       <td><AlertCount alerts={run.alerts} /></td>
@@ -105,5 +105,5 @@ function Row({ run, index }: { run: Run; index: number }) {
 function AlertCount({ alerts }: { alerts: Run['alerts'] }) {
   if (!alerts?.total) return <span class="muted">–</span>;
   if (!alerts.firing) return <span class="muted">{alerts.total}</span>;
-  return <span class="badge bad"><Icon name="alert" />{alerts.firing} firing{alerts.total > alerts.firing ? ` / ${alerts.total}` : ''}</span>;
+  return <span class="badge bad"><Icon name="alert" />{alerts.firing} firing<span class="mid">{alerts.total > alerts.firing ? ` / ${alerts.total}` : ''}</span></span>;
 }
