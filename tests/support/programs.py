@@ -6,6 +6,7 @@ instructions and never turns into skipped tests.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -24,12 +25,17 @@ POSTGRES_PLACES = (
     "/opt/homebrew/opt/postgresql@*/bin",
     "/usr/local/opt/postgresql@*/bin",
 )
-DEBIAN_PACKAGES = {"Chromium": ["chromium", "fonts-dejavu-core"], "PostgreSQL": ["postgresql"]}
+DEBIAN_PACKAGES = {
+    "Chromium": ["chromium", "fonts-dejavu-core"],
+    "PostgreSQL": ["postgresql"],
+    "libatomic": ["libatomic1"],
+}
+"""`libatomic` is what the Node inside the Python package playwright needs and a bare Debian does not have."""
 
 INSTRUCTIONS = """\
 {missing}: not found on this machine, and the tests need it.
   Debian, Ubuntu   sudo apt-get update && sudo apt-get install {packages}
-  Fedora           sudo dnf install chromium postgresql-server
+  Fedora           sudo dnf install chromium postgresql-server libatomic
   macOS            brew install postgresql@17 && brew install --cask chromium
   elsewhere        put `initdb` and `postgres` (PostgreSQL 14 or newer) and `chromium` on the PATH,
                    or name them: GRADIOMETER_TEST_POSTGRES=<folder with initdb>, GRADIOMETER_TEST_CHROMIUM=<program>
@@ -82,6 +88,22 @@ def find_chromium() -> Path:
     raise ProgramMissing("Chromium")
 
 
+def find_libatomic() -> Path:
+    """Playwright's own Node, if it can run here.
+
+    Raises:
+        ProgramMissing: its shared library is not installed.
+    """
+    package = importlib.util.find_spec("playwright")
+    assert package is not None, "playwright is not installed: run `make test`, which installs it"
+    assert package.origin is not None
+    node = Path(package.origin).with_name("driver") / "node"
+    done = subprocess.run([node, "--version"], capture_output=True, text=True, check=False)
+    if "libatomic" in done.stderr:
+        raise ProgramMissing("libatomic")
+    return node
+
+
 def _is_snap_stub(program: Path) -> bool:
     """Ubuntu's chromium-browser package without its snap is a shell script that only prints an error."""
     if "snap" in str(program.resolve()):
@@ -98,7 +120,8 @@ def _version(path: Path) -> tuple[int, ...]:
 def missing_programs() -> list[str]:
     """Names of the needed programs that are not here."""
     missing = []
-    for name, find in (("PostgreSQL", find_postgres), ("Chromium", find_chromium)):
+    finders = (("PostgreSQL", find_postgres), ("Chromium", find_chromium), ("libatomic", find_libatomic))
+    for name, find in finders:
         try:
             print(f"{name}: {find()}")
         except ProgramMissing:
@@ -121,7 +144,7 @@ def install(missing: list[str]) -> None:
 
 
 def main() -> int:
-    """Make sure that both programs are here; returns the exit code."""
+    """Make sure that all of them are here; returns the exit code."""
     missing = missing_programs()
     if missing and can_install():
         install(missing)

@@ -73,6 +73,21 @@ def test_only_what_is_missing_is_asked_for(bare_machine: Path, capsys: pytest.Ca
     assert "apt-get install postgresql\n" in told
 
 
+def test_the_library_that_playwrights_node_needs_is_asked_for(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("chromium", "initdb", "postgres"):
+        make_program(bare_machine / name)
+    assert programs.main() == 0
+    node = "#!/bin/sh\necho 'node: error while loading shared libraries: libatomic.so.1' >&2\nexit 127\n"
+    make_program(bare_machine / "playwright" / "driver" / "node", node)
+    (bare_machine / "playwright" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(bare_machine))
+    monkeypatch.delitem(sys.modules, "playwright", raising=False)
+    assert programs.main() == 1
+    assert "apt-get install libatomic1\n" in capsys.readouterr().err
+
+
 def test_the_newest_installed_postgresql_is_taken(bare_machine: Path) -> None:
     for version in ("9.6", "15", "17"):
         folder = bare_machine.parent / "postgresql" / version / "bin"
