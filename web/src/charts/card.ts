@@ -123,7 +123,7 @@ export class CardView {
     const value = whole?.lastValue ?? this.model.last.get(this.metric) ?? null;
     card.dataset['lastStep'] = String(whole?.lastStep ?? '');
     card.dataset['lastValue'] = String(value ?? '');
-    performance.mark('chart-drawn');
+    card.dataset['draws'] = String(Number(card.dataset['draws'] ?? 0) + 1);
     this.follow(this.model.cursor.peek(), plotEl, valueEl);
   }
 
