@@ -107,6 +107,13 @@ def test_foreign_pages_can_neither_open_a_socket_nor_post(open_server: Server, o
     assert (answer.status_code, answer.json()["code"]) == (403, "origin_not_allowed")
 
 
+@pytest.mark.parametrize("path", ["/api/v1/nope", "/runs/x", "/"])
+def test_a_socket_to_nowhere_is_refused_with_a_problem(open_server: Server, path: str) -> None:
+    status, problem = live_problem(open_server, path)
+    assert (status, problem["code"]) == (404, "not_found")
+    assert "Traceback" not in open_server.log
+
+
 def test_the_own_page_and_programs_can(open_server: Server) -> None:
     own = {"Origin": open_server.url}
     with connect(

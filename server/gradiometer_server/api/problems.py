@@ -10,10 +10,11 @@ import logging
 from http import HTTPStatus
 from typing import Any, Final
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -87,18 +88,18 @@ def error_response(error: GradiometerError) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every kind of error that a route or the router itself raises with a problem."""
+    """Answer every kind of error that a route or the router itself raises with a problem, refused sockets too."""
     app.add_exception_handler(GradiometerError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
 
 
-async def _on_error(_request: Request, error: Exception) -> Response:
+async def _on_error(_connection: HTTPConnection, error: Exception) -> Response:
     assert isinstance(error, GradiometerError)
     return error_response(error)
 
 
-async def _on_invalid(_request: Request, error: Exception) -> Response:
+async def _on_invalid(_connection: HTTPConnection, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     found: list[dict[str, Any]] = list(error.errors())
     first = found[0]
@@ -113,12 +114,12 @@ async def _on_invalid(_request: Request, error: Exception) -> Response:
     )
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
+async def _on_http(connection: HTTPConnection, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed", 401: "unauthorized", 413: "body_too_large"}
     details = {
-        404: f"there is nothing at {request.url.path}",
-        405: f"{request.url.path} does not answer {request.method}",
+        404: f"there is nothing at {connection.url.path}",
+        405: f"{connection.url.path} does not answer {connection.scope.get('method', 'sockets')}",
     }
     return problem_response(
         error.status_code,
