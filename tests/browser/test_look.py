@@ -35,7 +35,9 @@ def full(server: Callable[..., Server]) -> Iterator[str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing(full: str, browser: Browser, scheme: str) -> None:
-    context = browser.new_context(color_scheme=scheme, reduced_motion="reduce", viewport={"width": 1280, "height": 900}, bypass_csp=True)  # type: ignore[arg-type]
+    context = browser.new_context(
+        color_scheme=scheme, reduced_motion="reduce", viewport={"width": 1280, "height": 900}, bypass_csp=True
+    )  # type: ignore[arg-type]
     page = context.new_page()
     for path, ready in (("/", "tr[data-run]"), ("/runs/full", "li[data-alert]")):
         page.goto(full + path)

@@ -26,7 +26,9 @@ REDRAW_CPU_MS = 30
 MOST_MOUNTED = 40
 APP_GZIP_BYTES = 60_000
 NAMES = tuple(f"train/metric_{index:03d}" for index in range(100))
-DRAWS = "() => [...document.querySelectorAll('figure[data-metric]')].map((el) => Number(el.dataset.draws || 0))"
+DRAWS = (
+    "() => [...document.querySelectorAll('figure[data-metric]')].map((el) => Number(el.dataset.draws || 0))"
+)
 
 
 def value(name: str, step: int) -> float:
@@ -57,7 +59,11 @@ def test_six_charts_of_a_hundred_metrics_are_drawn_from_cold_within_the_budget(
         page, session = measured_page(browser)
         before = main_thread_ms(session)
         page.goto(f"{one.url}/runs/wide")
-        eventually(lambda page=page: sum(draws > 0 for draws in page.evaluate(DRAWS)) >= 6, 30, what="six charts are drawn")
+        eventually(
+            lambda page=page: sum(draws > 0 for draws in page.evaluate(DRAWS)) >= 6,
+            30,
+            what="six charts are drawn",
+        )
         costs.append(main_thread_ms(session) - before)
         page.context.close()
     # The least of three: neighbours on the machine only ever add.

@@ -26,14 +26,21 @@ def half(name: str, step: int) -> float:
 
 def post_run(url: str, index: int) -> None:
     """One finished run through the HTTP fallback."""
-    run = wire.RunInfo(run_id=f"r{index:04d}", project="many", name=f"run {index:04d}", created_s=1_700_000_000.0 + index)
+    run = wire.RunInfo(
+        run_id=f"r{index:04d}", project="many", name=f"run {index:04d}", created_s=1_700_000_000.0 + index
+    )
     source = wire.SourceInfo(rank=0, attempt=1_700_000_000_000)
     hello = wire.Hello(protocol=wire.PROTOCOL_VERSION, agent_version="test", run=run, sources=(source,))
     records = wire.Records(
-        rank=0, attempt=source.attempt, first_seq=1, records=(scalar_schema("train/loss"), frame({1: [0.5]}), exit_event(0))
+        rank=0,
+        attempt=source.attempt,
+        first_seq=1,
+        records=(scalar_schema("train/loss"), frame({1: [0.5]}), exit_event(0)),
     )
     body = wire.encode(wire.Batch(hello=hello, records=(records,)))
-    answer = httpx.post(f"{url}/api/v1/ingest", content=body, headers={"content-type": "application/msgpack"}, timeout=30)
+    answer = httpx.post(
+        f"{url}/api/v1/ingest", content=body, headers={"content-type": "application/msgpack"}, timeout=30
+    )
     assert answer.status_code == 200, answer.text
 
 
@@ -46,7 +53,9 @@ def test_the_empty_list_shows_how_to_start(server: Callable[..., Server], page: 
     compile(loop, "loop", "exec")
 
 
-def test_a_new_run_and_its_progress_appear_without_a_reload(server: Callable[..., Server], page: Page) -> None:
+def test_a_new_run_and_its_progress_appear_without_a_reload(
+    server: Callable[..., Server], page: Page
+) -> None:
     one = server()
     page.goto(one.url)
     expect(page.get_by_role("heading", name="No runs yet")).to_be_visible()
@@ -105,7 +114,9 @@ def test_hostile_names_are_text_everywhere(server: Callable[..., Server], page: 
     assert page.title().startswith("<img")
 
 
-def test_the_page_works_on_a_deep_link_and_says_what_is_missing(server: Callable[..., Server], page: Page) -> None:
+def test_the_page_works_on_a_deep_link_and_says_what_is_missing(
+    server: Callable[..., Server], page: Page
+) -> None:
     one = server()
     whole_run(one.url, "team/run 1?", NAMES, 10, half)
     page.goto(f"{one.url}/runs/team%2Frun%201%3F")

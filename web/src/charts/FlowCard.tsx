@@ -33,6 +33,7 @@ export function FlowCard({ model, view }: Props) {
           onInput={(event) => { const value = Number(event.currentTarget.value); view.step.value = value >= newest ? null : value; }} />
         <button type="button" class="toggle" aria-pressed={view.step.value === null} title="Follow the newest step" onClick={() => { view.step.value = view.step.value === null ? step : null; }}>latest</button>
       </div>
+      {state.value === 'ok' && pane.noneFinite.value && <p class="state">No layer has a finite value at this step</p>}
       {state.value !== 'ok' && <p class={`state ${state.value === 'loading' || state.value === 'empty' ? '' : 'bad'}`}>{state.value === 'loading' ? 'Loading…' : state.value === 'empty' ? 'No layer statistics yet' : state.value}</p>}
     </figure>
   );

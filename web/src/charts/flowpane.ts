@@ -20,6 +20,7 @@ const LIVE_PAUSE_MS = 500;
 export class FlowPane {
   readonly step = signal<number | null>(null);
   readonly numBad = signal(0);
+  readonly noneFinite = signal(false);
   private readonly model: RunModel;
   private readonly view: LayerView;
   private readonly state: Signal<string>;
@@ -79,7 +80,9 @@ export class FlowPane {
   }
 
   private count(): void {
+    const values = this.values();
     this.numBad.value = this.bad().length;
+    this.noneFinite.value = values.length > 0 && !values.some((v) => v !== null && Number.isFinite(v));
   }
 
   private isLog(): boolean {

@@ -22,7 +22,7 @@ export function AlertBanner({ alerts, onPick }: Omit<Props, 'now'>) {
       <Icon name="alert" />
       <SeverityBadge severity={first.severity} />
       <strong>{first.title}</strong>
-      <span class="muted">{steps(first)}{first.layer ? ` · first in ${first.layer}` : ''}</span>
+      <span class="muted">{steps(first)}{first.layer && !first.title.includes(first.layer) ? ` · first in ${first.layer}` : ''}</span>
       {firing.length > 1 && <span class="muted">and {firing.length - 1} more</span>}
       <button type="button" onClick={() => onPick(first)}>Show on charts</button>
     </div>
