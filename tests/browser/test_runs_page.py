@@ -136,3 +136,17 @@ def test_a_missing_cookie_leads_to_the_sign_in_form(server: Callable[..., Server
     page.get_by_role("searchbox").fill("x")
     expect(page.locator("input[type='password']")).to_be_visible()
     eventually(lambda: page.locator("input[type='password']").count() == 1, 5)
+
+
+def test_the_page_works_under_a_path_prefix(server: Callable[..., Server], page: Page) -> None:
+    one = server(arguments=["--path-prefix", "/runs/of/ours"])
+    whole_run(f"{one.url}/runs/of/ours", "below", NAMES, 10, half)
+    refused: list[str] = []
+    page.on("response", lambda answer: refused.append(answer.url) if answer.status >= 400 else None)
+    page.goto(f"{one.url}/runs/of/ours/")
+    page.get_by_role("link", name="below").click()
+    assert page.url == f"{one.url}/runs/of/ours/runs/below"
+    page.reload()
+    expect(page.locator("figure[data-metric='train/loss']")).to_have_attribute("data-last-step", "10")
+    expect(page.locator("[data-connection='live']")).to_be_visible()
+    assert refused == []
