@@ -16,7 +16,7 @@ import httpx
 from tests.support.eventually import eventually
 
 URL = re.compile(r"Gradiometer is at (http://\S+)")
-RUN = re.compile(r"This run is at \S+/runs/(\S+)")
+RUN = re.compile(r"gradiometer: run (\S+) \(")
 OVER = "The training is over"
 START_TIMEOUT_S = 90.0
 TRAINING_TIMEOUT_S = 240.0

@@ -171,12 +171,11 @@ def _run_arguments(options: argparse.Namespace, url: str) -> dict[str, Any]:
 
 
 def _announce(options: argparse.Namespace, url: str, run_id: str, fault: Any) -> None:
-    page = f"{url}/runs/{run_id}"
-    print(f"This run is at {page}", flush=True)
+    # The agent itself has printed the run's page by now.
     if fault is not None:
         print(f"At step {fault.step} it breaks: {fault.story}.", flush=True)
     if not options.no_browser and _has_display():
-        webbrowser.open(page)
+        webbrowser.open(f"{url}/runs/{run_id}")
 
 
 def _has_display() -> bool:
