@@ -97,7 +97,7 @@ class Run:
 
     Without `watch` each `log` without a step is the next step, from `start_step`. With `watch` the optimizer is the
     clock: the first completed (or skipped) `optimizer.step()` makes step `start_step + 1`, and what is logged without
-    a step belongs to the last completed one.
+    a step belongs to the step whose forward or backward pass has begun, otherwise to the last completed one.
 
     Attributes:
         id: the public id; empty if the run is disabled.
@@ -290,8 +290,8 @@ class Run:
             self._put(ScalarReport(step=at, time=time.time(), scalars=_collected(found)))
 
     def _step_for(self, step: Any) -> int | None:
-        if step is None and self._clock is not None:
-            return self._clock.step
+        if step is None and self._watches:
+            return self._watches[0].step_of_log()
         if step is None:
             step = self._next_step
         elif hasattr(step, "__index__") and not isinstance(step, bool):

@@ -18,6 +18,7 @@ import torch
 from gradiometer import wire
 from gradiometer.capture import clip, forward, layout, memory, readback, scalars, scaling
 from gradiometer.capture.gradients import GradientReader, Partials
+from gradiometer.capture.progress import NextStep
 from gradiometer.capture.readback import KnownReadback, Readback
 from gradiometer.guard import Guard
 from gradiometer.reports import Report, StepReport
@@ -92,6 +93,7 @@ class Watch:
         self._reported_step: int | None = None
         self._probe: forward.ForwardProbe | None = None
         self._install(model, forward_probe, prefix)
+        self._next = NextStep(tuple(model.parameters()), self._probe)
 
     def _reset(self) -> None:
         self._partials: Partials | None = None
@@ -136,7 +138,7 @@ class Watch:
 
     def abandon(self) -> None:
         """In a forked child: see nothing more. The hooks stay, because the child may step an optimizer of its own."""
-        self._emit = _discard
+        self._emit = lambda _report: None
         self._capture_part = self._step_part = ABANDONED
         self._guard.switch_off(ABANDONED)
         if self._probe is not None:
@@ -168,6 +170,11 @@ class Watch:
         if self._num_ended == num_ended_before:
             # No post-hook fired: an unfused optimizer whose step the scaler skipped.
             self._enter(self._end_step, KnownReadback(np.array([1.0])))
+
+    def step_of_log(self) -> int:
+        """The step that a value logged now belongs to: the one under way, else the last completed one."""
+        begun = self._guard.call(self._step_part, self._next.has_begun)
+        return self._clock.step + (1 if begun else 0)
 
     @property
     def num_ended(self) -> int:
@@ -249,7 +256,7 @@ class Watch:
         parameter, gradient, version = self._sentinel
         if parameter.grad is not gradient:
             return True
-        changes = _local(gradient)._version - version
+        changes = layout.local_of(gradient)._version - version
         return id(gradient) in clipped_ids and changes > _CLIPPED_AT_MOST
 
     # Hot path: training thread, once per step.
@@ -268,7 +275,7 @@ class Watch:
         if owners:
             smallest = min(owners, key=torch.Tensor.numel)
             gradient: Any = smallest.grad
-            self._sentinel = (smallest, gradient, _local(gradient)._version)
+            self._sentinel = (smallest, gradient, layout.local_of(gradient)._version)
 
     def _current_scale(self) -> torch.Tensor | None:
         """What the gradients are multiplied by right now; None for 1."""
@@ -296,6 +303,7 @@ class Watch:
             reads_rss=self._is_clock and self._device.type != "cuda",
         )
         self._ended_s = now_s
+        self._next.begin_after(None if self._sentinel is None else self._sentinel[0])
         self._reset()
         if self._is_clock or step != self._reported_step:
             self._reported_step = step
@@ -337,10 +345,6 @@ class Watch:
             times.append((wire.Column("time/step_s", "max"), now_s - self._ended_s))
         # The end of this very report is booked on the next step.
         return [*times, (wire.Column("agent/step_s", "max"), spent_s + time.perf_counter() - now_s)]
-
-
-def _discard(_report: Report) -> None:
-    """Where a forked child's reports go."""
 
 
 class ScalerStep:
@@ -392,8 +396,3 @@ def unwrap_optimizer(optimizer: Any) -> Any:
             break
         found = candidate if isinstance(candidate, torch.optim.Optimizer) else found
     return found
-
-
-def _local(gradient: Any) -> torch.Tensor:
-    local: torch.Tensor = gradient._local_tensor if layout.is_distributed(gradient) else gradient
-    return local

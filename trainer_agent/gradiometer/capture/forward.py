@@ -127,6 +127,10 @@ class ForwardProbe:
             self._blocks.append(readback.start(readback.pack(self._loose[:end])))
             self._loose = self._loose[end:]
 
+    def has_seen_any(self) -> bool:
+        """Whether a forward pass in training mode has run since the last `take`."""
+        return bool(self._order)
+
     def take(self) -> ForwardReport | None:
         """What was seen since the last call; None if nothing was."""
         self._fold()

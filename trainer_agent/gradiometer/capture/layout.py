@@ -114,6 +114,12 @@ def _layer(name: str, parameter: Any, flat_pieces: dict[int, _FlatPiece]) -> wir
     return wire.Layer(name=name, shape=shape, numel=math.prod(shape), shard=shard, num_shards=num_shards)
 
 
+def local_of(tensor: Any) -> torch.Tensor:
+    """The part of a tensor that this rank holds: of a DTensor its local tensor, otherwise the tensor itself."""
+    local: torch.Tensor = tensor._local_tensor if is_distributed(tensor) else tensor
+    return local
+
+
 def is_distributed(tensor: Any) -> bool:
     """Whether `tensor` is a DTensor. Told by its parts: importing the class costs, and may be impossible."""
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
