@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gradiometer.demo import command, faults
-from tests.integration.demo_process import START_TIMEOUT_S, DemoProcess
+from tests.support.demo_process import START_TIMEOUT_S, DemoProcess
 
 
 def test_the_command_knows_every_fault() -> None:
