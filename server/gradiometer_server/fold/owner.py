@@ -201,7 +201,9 @@ class RunOwner:
             metric, reason = str(attributes.get("metric", "")), str(attributes.get("reason", ""))
             runs.add_unavailable(conn, self._run_key, metric, reason)
         elif event.kind == "dropped":
-            self._dropped[source_id] = self._dropped.get(source_id, 0) + int(attributes.get("reports", 0))
+            reports = self._dropped.get(source_id, 0) + max(0, int(attributes.get("reports", 0)))
+            # A sum beyond what a column holds would keep this run from ever being stored again.
+            self._dropped[source_id] = min(reports, wire.MAX_STEP)
             runs.heartbeat(conn, self._run_key, self._clock.now_s(), dropped=self._dropped)
         else:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,6 +23,8 @@ MAX_SOURCES: Final = 1024
 """Most ranks of one node."""
 MAX_WORLD_SIZE: Final = 1_000_000
 MAX_ATTEMPT: Final = 2**53 - 1
+MAX_DIMENSIONS: Final = 64
+"""Most dimensions of a layer or of its mesh; a product over more of them takes longer with each one."""
 MAX_SCHEMAS: Final = 10_000
 """Most schemas of one source: a schema per step means that a changing name was used as a metric name."""
 
@@ -203,7 +206,7 @@ def _names_fault(what: str, field: str, names: list[str], kind: str) -> Fault | 
         if problem is not None:
             return _bad("invalid_name", f"{what}: {field}[{index}] {name[:60]!r}: {problem}", _RENAME)
     if len(set(names)) < len(names):
-        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        twice = next(name for name, times in Counter(names).items() if times > 1)
         return _bad("duplicate_name", f"{what}: {kind} {twice[:200]!r} appears twice in {field}", _RENAME)
     return None
 
@@ -217,6 +220,9 @@ def _shapes_fault(what: str, layers: tuple[wire.Layer, ...]) -> Fault | None:
 
 
 def _shape_problem(layer: wire.Layer) -> str | None:
+    if max(len(layer.shape), len(layer.shard)) > MAX_DIMENSIONS:
+        dimensions = max(len(layer.shape), len(layer.shard))
+        return f"shape or shard has {dimensions} dimensions; at most {MAX_DIMENSIONS} are allowed"
     if any(size < 0 for size in layer.shape):
         return f"shape {layer.shape} has a negative size"
     if layer.numel != math.prod(layer.shape) or layer.numel > wire.MAX_STEP:
@@ -268,6 +274,10 @@ def _event_fault(event: wire.Event) -> Fault | None:
     problem = structure_problem(event.attributes)
     if problem is not None:
         return _bad("invalid_event", f"{what}: attributes: {problem}", _PLAIN)
+    return _attributes_fault(what, event)
+
+
+def _attributes_fault(what: str, event: wire.Event) -> Fault | None:
     for name, types in _EVENT_ATTRIBUTES.get(event.kind, {}).items():
         value = event.attributes.get(name)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
@@ -276,6 +286,22 @@ def _event_fault(event: wire.Event) -> Fault | None:
                 f"{what}: attribute {name!r} is {value!r:.80}, expected {_expected(types)}",
                 _PLAIN,
             )
+        low = 0 if event.kind == "dropped" else -wire.MAX_STEP
+        if isinstance(value, int) and not low <= value <= wire.MAX_STEP:
+            return _bad(
+                "invalid_event",
+                f"{what}: attribute {name!r} is {value}; it must be from {low} to {wire.MAX_STEP}",
+                _AGENT_BUG,
+            )
+    return None
+
+
+def status_fault(status: wire.Status) -> Fault | None:
+    """First figure of a status that cannot be noted, or None."""
+    for source in status.sources:
+        if not 0 <= source.dropped_reports <= wire.MAX_STEP:
+            what = f"status of rank {source.rank}: dropped_reports is {source.dropped_reports}"
+            return _bad("invalid_status", f"{what}; it must be from 0 to {wire.MAX_STEP}", _AGENT_BUG)
     return None
 
 

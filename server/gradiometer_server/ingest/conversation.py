@@ -19,7 +19,7 @@ from gradiometer_server.domain.live import RunUpdate
 from gradiometer_server.domain.names import run_key
 from gradiometer_server.errors import ProtocolError, StoreUnavailable
 from gradiometer_server.fold.batch import Batch
-from gradiometer_server.ingest.checks import KnownSchema, known_schema
+from gradiometer_server.ingest.checks import KnownSchema, known_schema, status_fault
 from gradiometer_server.ingest.services import IngestServices
 from gradiometer_server.ingest.session import Accepted, Session, SourceName, problem_of
 from gradiometer_server.store import log, runs
@@ -133,12 +133,13 @@ class Conversation:
         source = (accepted.rank, accepted.attempt)
         try:
             await asyncio.wrap_future(one.committed)
+            # Before anything else that can fail: what is committed is not sent again, so nobody else would fold it.
+            self._hand_over(one)
             if accepted.rejected:
                 await self._count_rejected([rejection.message for rejection in accepted.rejected])
         except StoreUnavailable as error:
             failed.add(source)
             return unavailable_problem(error, source)
-        self._hand_over(one)
         while not self._services.pipeline.has_room(self._run_key):  # noqa: ASYNC110 - the fold is no coroutine
             await asyncio.sleep(_BUSY_WAIT_S)
         return accepted.ack()
@@ -177,6 +178,9 @@ class Conversation:
     async def status(self, status: wire.Status) -> None:
         """Note the agents' sign of life, every few seconds at most.
 
+        A status has no answer, and its records must not wait for it: a figure that cannot be right is counted as
+        refused, and the sign of life is noted all the same.
+
         Raises:
             ProtocolError: no hello came before.
             StoreUnavailable: not noted.
@@ -189,12 +193,17 @@ class Conversation:
         if now_s < self._heartbeat_due_s or not any(source.alive for source in status.sources):
             return
         self._heartbeat_due_s = now_s + HEARTBEAT_EVERY_S
-        dropped = {
+        fault = status_fault(status)
+        if fault is not None:
+            await self._count_rejected([f"{fault.message}. {fault.remedy}."])
+        await _in_thread(lambda: self._heartbeat({} if fault is not None else self._dropped(status)))
+
+    def _dropped(self, status: wire.Status) -> dict[int, int]:
+        return {
             self._source_ids[source.rank, source.attempt]: source.dropped_reports
             for source in status.sources
             if (source.rank, source.attempt) in self._source_ids and source.dropped_reports > 0
         }
-        await _in_thread(lambda: self._heartbeat(dropped))
 
     def _heartbeat(self, dropped: dict[int, int]) -> None:
         with self._services.database.write() as conn:

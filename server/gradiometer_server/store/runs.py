@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, bindparam, select, update
 
-from gradiometer.wire import MAX_STEP, RunInfo, SourceInfo
+from gradiometer.wire import MAX_NAME_CHARS, MAX_STEP, RunInfo, SourceInfo
 from gradiometer_server.domain.names import run_key as key_of
 from gradiometer_server.errors import NotFound, ProtocolError
 from gradiometer_server.store.run_rows import (
@@ -39,6 +39,10 @@ __all__ = [
 ]  # fmt: skip
 
 _MAX_TEXT_CHARS: Final = 10_000
+"""Longest text kept of an exit or a reason: they are read with every row of the runs list."""
+_MAX_SIGNAL_CHARS: Final = 64
+_MAX_UNAVAILABLE: Final = 1000
+"""Most metrics that a run remembers as unavailable."""
 _LOCKED_RUN = select(run).where(run.c.run_id == bindparam("of_run")).with_for_update()
 _INSERT_RUN = insert_or_ignore(run)
 _UPDATE_RUN = update(run).where(run.c.run_id == bindparam("of_run"))
@@ -191,8 +195,13 @@ def _touch(conn: Connection, run_key: int, now_s: float) -> None:
 def set_exit(conn: Connection, run_key: int, source_id: int, exit: Mapping[str, Any], now_s: float) -> None:
     """How a source ended: `code`, `signal`, `reason`, `inferred`. Repeating it changes nothing; closes the source."""
     lock_run(conn, run_key)
-    kept = {"code": exit.get("code"), "signal": exit.get("signal"), "reason": exit.get("reason") or "",
-            "inferred": bool(exit.get("inferred"))}  # fmt: skip
+    signal = exit.get("signal")
+    kept = {
+        "code": exit.get("code"),
+        "signal": None if signal is None else str(signal)[:_MAX_SIGNAL_CHARS],
+        "reason": str(exit.get("reason") or "")[:_MAX_TEXT_CHARS],
+        "inferred": bool(exit.get("inferred")),
+    }
     open_source = _UPDATE_SOURCE.where(source.c.closed.is_(False))
     conn.execute(
         open_source.values(closed=True, exit=dump_json(kept), exit_s=now_s),
@@ -235,7 +244,10 @@ def _refresh_outcome(conn: Connection, run_key: int) -> None:
 def add_unavailable(conn: Connection, run_key: int, metric: str, reason: str) -> None:
     """Note that the agent cannot collect a metric, and why."""
     row = lock_run(conn, run_key)
-    update_run(conn, run_key, unavailable=dump_json({**load_json(row.unavailable), metric: reason}))
+    known = load_json(row.unavailable)
+    name = metric[:MAX_NAME_CHARS]
+    if name in known or len(known) < _MAX_UNAVAILABLE:
+        update_run(conn, run_key, unavailable=dump_json({**known, name: reason[:_MAX_TEXT_CHARS]}))
 
 
 def count_rejected(conn: Connection, run_key: int, n: int, last_reason: str) -> None:
