@@ -127,7 +127,9 @@ def _config(app: FastAPI) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         ws="websockets-sansio",
-        ws_max_size=wire.MAX_MESSAGE_BYTES,
+        # Above the limit of the agents' door, so that a message beyond it is read and answered by a problem that says
+        # so; from here on the protocol layer drops the connection with a bare 1009.
+        ws_max_size=2 * wire.MAX_MESSAGE_BYTES,
         ws_ping_interval=20.0,
         ws_ping_timeout=20.0,
         # Gradients do not compress, and deflating them would cost the ingest more than anything else.

@@ -122,22 +122,37 @@ def test_what_is_no_message_ends_the_connection_and_is_counted(one: Server, data
     assert points(one, "r") == {1: 1.0}
 
 
-def _send_oversized(client: WireClient) -> None:
-    """The server may close while we still send, or before we read."""
-    client.send_raw(b"x" * (wire.MAX_MESSAGE_BYTES + 1))
-    client.receive()
-
-
-def test_an_oversized_message_is_refused_with_1009_and_counted(one: Server) -> None:
+def test_an_oversized_message_is_refused_with_its_size_and_counted(one: Server) -> None:
     with WireClient(one.url, "r") as client:
         client.hello()
         client.send(COLUMNS, frame(1, 1.0))
+        client.send_raw(b"x" * (wire.MAX_MESSAGE_BYTES + 1))
+        problem = client.receive()
+        assert isinstance(problem, wire.Problem)
+        assert (problem.code, problem.fatal) == ("message_too_large", True)
+        assert str(wire.MAX_MESSAGE_BYTES + 1) in problem.message
         with pytest.raises(ConnectionClosed) as closed:
-            _send_oversized(client)
+            client.receive()
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1009
     eventually(lambda: one.get("/runs/r")["rejected_records"] == 1, what="it is counted")
     assert points(one, "r") == {1: 1.0}
+
+
+def test_a_message_beyond_what_is_read_at_all_ends_the_connection_and_is_counted(one: Server) -> None:
+    with WireClient(one.url, "r") as client:
+        client.hello()
+        client.send(COLUMNS, frame(1, 1.0))
+        # The server drops the line while we still send, so its close frame may not reach us.
+        with pytest.raises(ConnectionClosed):
+            _send_and_read(client, b"x" * (2 * wire.MAX_MESSAGE_BYTES + 1))
+    eventually(lambda: one.get("/runs/r")["rejected_records"] == 1, what="it is counted")
+    assert points(one, "r") == {1: 1.0}
+
+
+def _send_and_read(client: WireClient, data: bytes) -> None:
+    client.send_raw(data)
+    client.receive()
 
 
 def test_a_client_of_another_subprotocol_is_refused_with_a_reason(one: Server) -> None:

@@ -48,13 +48,23 @@ def respond(root: Path, path: str, accept_encoding: str) -> Response:
         if path == "/":
             return PlainTextResponse(NOT_BUILT, status_code=503)
         raise HTTPException(404)
-    file = (root / path.lstrip("/")).resolve()
-    if file.is_relative_to(root) and file.is_file():
+    file = _find(root, path)
+    if file is not None:
         return _file(file, accept_encoding)
     last = path.rsplit("/", 1)[-1]
     if "." in last and not path.startswith("/runs/"):
         raise HTTPException(404)
     return _file(root / "index.html", accept_encoding)
+
+
+def _find(root: Path, path: str) -> Path | None:
+    """The file of this path inside `root`; None if there is none, also for what no file can be named."""
+    try:
+        file = (root / path.lstrip("/")).resolve()
+        return file if file.is_relative_to(root) and file.is_file() else None
+    except (OSError, ValueError, RuntimeError):
+        # Run ids may be longer than a file name; a loop of links is a RuntimeError.
+        return None
 
 
 def _file(file: Path, accept_encoding: str) -> Response:

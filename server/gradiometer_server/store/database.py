@@ -18,7 +18,7 @@ from typing import Any, Final
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
 
 from gradiometer_server.clock import Clock
-from gradiometer_server.errors import ConfigurationError, StoreUnavailable
+from gradiometer_server.errors import ConfigurationError, InvalidRequest, StoreUnavailable
 from gradiometer_server.store.lockfile import LockFile
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 _BUSY_TIMEOUT_S: Final = 10.0
 _POOL_SIZE: Final = 8
 _CONNECT_TIMEOUT_S: Final = 10
+_KEEPALIVE: Final = {
+    "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 30_000,
+}  # fmt: skip
+"""libpq's own are the system's, two hours as a rule: a cut line would hold up every commit for that long."""
 
 
 def default_database_url() -> str:
@@ -87,14 +91,25 @@ class Database:
             max_overflow=_POOL_SIZE,
             pool_pre_ping=True,
             isolation_level="REPEATABLE READ" if reads else "READ COMMITTED",
-            connect_args={"connect_timeout": _CONNECT_TIMEOUT_S},
+            connect_args={"connect_timeout": _CONNECT_TIMEOUT_S, **_KEEPALIVE},
         )
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A short, consistent snapshot. Raises `StoreUnavailable`."""
-        with self._translated("read"), self._reader.connect() as conn, conn.begin():
-            yield conn
+        """A short, consistent snapshot.
+
+        Raises:
+            StoreUnavailable: the database does not answer.
+            InvalidRequest: it was asked for a value that no column can hold, e.g. text with NUL on PostgreSQL.
+        """
+        try:
+            with self._translated("read"), self._reader.connect() as conn, conn.begin():
+                yield conn
+        except exc.DataError as error:
+            raise InvalidRequest(
+                f"a value that was asked for is none the database can hold: {_cause(error)}.",
+                remedy="Ask for text without NUL, and for numbers below 2**53.",
+            ) from error
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -129,7 +144,7 @@ class Database:
             raise self._unavailable(verb, error) from error
 
     def _unavailable(self, verb: str, error: exc.SQLAlchemyError) -> StoreUnavailable:
-        cause = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+        cause = _cause(error)
         where = str(self.path) if self.path is not None else self.name
         return StoreUnavailable(f"the database {where} cannot be {verb}: {cause}.", remedy=_remedy(cause))
 
@@ -140,6 +155,10 @@ class Database:
         if self.lock is not None:
             self.lock.release()
             self.lock = None
+
+
+def _cause(error: exc.SQLAlchemyError) -> str:
+    return str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
 
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:

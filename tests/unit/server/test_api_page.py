@@ -30,7 +30,18 @@ def body_of(response: Response) -> str:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/index.html", "/runs/abc", "/runs/v1.2", "/runs/a/b", "/alerts", "/settings/x"]
+    "path",
+    [
+        "/",
+        "/index.html",
+        "/runs/abc",
+        "/runs/v1.2",
+        "/runs/a/b",
+        "/alerts",
+        "/settings/x",
+        "/runs/" + "\u4e2d" * 128,
+        "/runs/" + "x" * 5000,
+    ],
 )
 def test_pages_get_the_index_and_never_a_cached_one(built: Path, path: str) -> None:
     response = respond(built, path, "")
