@@ -28,7 +28,7 @@ def _non_finite(episode: Episode) -> Explanation:
     what = "Gradients" if first.metric.startswith("grad/") else first.metric
     verb = "became non-finite" if what == "Gradients" else f"became {number_text(first.value)}"
     lead = {
-        "forward": "It started in the forward pass: {layer} was the first module whose output was not finite.",
+        "forward": "It started in the forward pass.",
         "backward": "It started in the backward pass: going backward from the loss, {layer} is the first layer "
         "whose gradient is not finite.",
         "growth": "The loss itself was not finite, and so every gradient is; their order tells nothing. The gradient "

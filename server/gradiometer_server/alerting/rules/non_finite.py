@@ -284,7 +284,8 @@ def _facts(evidence: _Evidence) -> list[str]:
     if evidence.modules:
         more = len(evidence.modules) - 1
         facts.append(
-            f"the output of {evidence.modules[0]} was not finite" + (f", then of {more} more" * (more > 0))
+            f"the output of {evidence.modules[0]} was the first that was not finite"
+            + (f", {more} more modules followed" * (more > 0))
         )
     for name, value in evidence.losses.items():
         ranks = f" on rank {', '.join(map(str, evidence.loss_ranks))}" if evidence.loss_ranks else ""
