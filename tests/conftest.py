@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,10 @@ LEAK_PATIENCE_S = 5.0
 for name in [name for name in os.environ if name.startswith("GRADIOMETER_") and "_TEST_" not in name]:
     # A developer's own settings must not reach the servers and agents under test.
     del os.environ[name]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs with SIGINT ignored, and every child would inherit it: Ctrl-C could not be tested.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

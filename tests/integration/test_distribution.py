@@ -51,7 +51,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
         str(wheel),
     ]
-    subprocess.run(command, check=True, timeout=120, cwd=folder)
+    subprocess.run(command, check=True, timeout=120, cwd=ROOT)
     return folder
 
 

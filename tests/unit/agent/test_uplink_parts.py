@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 from gradiometer import uplink
 from gradiometer.spool import SpoolError
 from gradiometer.uplink.backoff import LONGEST_S, Backoff
+from gradiometer.uplink.delivery import wait_briefly
 from gradiometer.uplink.state import Lock, UplinkState, open_wake_socket, read_state, wake, write_state
 from gradiometer.uplink.transport import check_url, post_url, websocket_url
 
@@ -31,6 +33,28 @@ def test_jitter_shortens_all_waits_but_the_first() -> None:
     assert 0.2 <= backoff.next_s() < 0.21
     for _ in range(2000):
         assert 0.2 <= backoff.next_s() <= LONGEST_S
+
+
+@pytest.mark.parametrize("num_ticks", [0, 1, 2, 3])
+async def test_a_cancellation_close_to_the_event_is_not_lost(num_ticks: int) -> None:
+    event = asyncio.Event()
+    task = asyncio.create_task(wait_briefly(event, 60.0))
+    await asyncio.sleep(0)
+    event.set()
+    for _ in range(num_ticks):
+        await asyncio.sleep(0)
+    had_returned = task.done()
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert had_returned or task.cancelled()
+
+
+async def test_a_brief_wait_ends_by_itself_or_with_the_event() -> None:
+    event = asyncio.Event()
+    await wait_briefly(event, 0.001)
+    assert not event.is_set()
+    event.set()
+    await asyncio.wait_for(wait_briefly(event, 60.0), 5)
 
 
 ADDRESSES = [

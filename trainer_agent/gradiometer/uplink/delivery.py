@@ -200,11 +200,9 @@ class Delivery:
                 raise TransportError(
                     f"{self._url} accepted the connection but does not answer; trying again."
                 )
-            await self._wait_for_more(max(0.01, self._heartbeat_due_s - now_s) if session.welcomed else 1.0)
-
-    async def _wait_for_more(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.more.wait(), timeout_s)
+            await wait_briefly(
+                self.more, max(0.01, self._heartbeat_due_s - now_s) if session.welcomed else 1.0
+            )
 
     def _next_records(self, session: Session) -> wire.Records | None:
         """The next message of records, from the source that is furthest behind in turn; None if nothing may go now."""
@@ -235,7 +233,18 @@ class Delivery:
             self._take(session, await post(self._url, self._token, batch))
             if not records:
                 self.more.clear()
-                await self._wait_for_more(min(session.heartbeat_s, _LONGEST_POST_PAUSE_S))
+                await wait_briefly(self.more, min(session.heartbeat_s, _LONGEST_POST_PAUSE_S))
+
+
+async def wait_briefly(event: asyncio.Event, timeout_s: float) -> None:
+    """Return when `event` is set, or after `timeout_s` seconds.
+
+    Not `asyncio.wait_for`: before Python 3.12 that loses a cancellation which arrives together with the event, and
+    an uplink that had delivered everything would then never end.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 def _told(url: str, problem: wire.Problem) -> str:

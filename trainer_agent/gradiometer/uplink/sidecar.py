@@ -22,7 +22,7 @@ from typing import Final
 from gradiometer import __version__, spool
 from gradiometer.spool import SpoolError
 from gradiometer.uplink.backoff import Backoff
-from gradiometer.uplink.delivery import Delivery, Stop
+from gradiometer.uplink.delivery import Delivery, Stop, wait_briefly
 from gradiometer.uplink.source import Source
 from gradiometer.uplink.state import (
     LOG,
@@ -152,8 +152,7 @@ class Uplink:
 
     async def _keep_house(self, tick_s: float, deliver: asyncio.Task[None]) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._house.wait(), tick_s)
+            await wait_briefly(self._house, tick_s)
             self._house.clear()
             if deliver.done() and not deliver.cancelled():
                 # A fatal answer ends delivery, but how the trainers end is recorded all the same.
