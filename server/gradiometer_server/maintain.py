@@ -11,7 +11,7 @@ from pathlib import Path
 from gradiometer_server.clock import SystemClock
 from gradiometer_server.errors import ConfigurationError
 from gradiometer_server.store import maintenance, migrate
-from gradiometer_server.store.database import Database
+from gradiometer_server.store.database import Database, make_folder
 from gradiometer_server.store.lockfile import LockFile
 
 EXIT_FINDINGS = 1
@@ -76,8 +76,10 @@ def _open(url: str, *, alone: bool = False, may_be_new: bool = False) -> Iterato
                 remedy="Name it with --database or GRADIOMETER_DATABASE_URL.",
             )
         if alone and database.path is not None:
-            database.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(database.path)
             database.lock = LockFile.take(database.path, now_s=SystemClock().now_s())
+        if not may_be_new:
+            migrate.require_tables(database)
         yield database
     finally:
         database.close()

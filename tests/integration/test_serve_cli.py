@@ -16,9 +16,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import text
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from gradiometer_server.store.database import Database
 from tests.support.server import Server
 
 Factory = Callable[..., Server]
@@ -180,6 +182,63 @@ def test_below_a_path_prefix_everything_works_with_and_without_it(server: Factor
 def db(*arguments: str, url: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gradiometer_server", "db", *arguments, "--database", url, "--quiet"]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def told(*arguments: str, url: str) -> str:
+    """What a `db` command that cannot do its work says: one line, exit code 2."""
+    done = db(*arguments, url=url)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    lines: list[str] = [line for line in done.stderr.splitlines() if line.startswith("gradiometer: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_revisions_that_are_not_there_and_newer_databases_are_named(database_url: str) -> None:
+    assert db("upgrade", url=database_url).returncode == 0
+    assert "'nosuch'" in told("upgrade", "nosuch", url=database_url)
+    assert "'nosuch'" in told("downgrade", "nosuch", url=database_url)
+    database = Database(database_url)
+    with database.write() as conn:
+        conn.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    database.close()
+    assert "newer" in told("downgrade", "base", url=database_url)
+    assert "newer" in told("upgrade", url=database_url)
+
+
+@pytest.mark.parametrize("command", ["stats", "check"])
+def test_a_database_without_tables_is_named_as_such(database_url: str, command: str) -> None:
+    assert db("upgrade", url=database_url).returncode == 0
+    assert db("downgrade", "base", url=database_url).returncode == 0
+    assert "holds no tables of Gradiometer" in told(command, url=database_url)
+
+
+def test_the_file_of_another_program_is_left_alone(server: Factory, tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE invoices (id)")
+    assert "invoices" in refused(server(f"sqlite:///{path}", start=False))
+    assert "invoices" in told("upgrade", url=f"sqlite:///{path}")
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        assert other.execute("SELECT name FROM sqlite_master").fetchall() == [("invoices",)]
+
+
+def test_two_names_of_one_file_are_one_file(server: Factory, tmp_path: Path) -> None:
+    one = server(f"sqlite:///{tmp_path / 'real.db'}")
+    link = tmp_path / "elsewhere" / "link.db"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "real.db")
+    assert f"pid {one.pid}" in refused(server(f"sqlite:///{link}", start=False))
+
+
+def test_an_option_that_postgresql_does_not_know_is_named(server: Factory) -> None:
+    url = "postgresql://nobody@127.0.0.1:1/none?foo=bar"
+    assert "foo" in refused(server(url, start=False))
+    assert "foo" in told("stats", url=url)
+
+
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    assert "/proc/none" in told("upgrade", url="sqlite:////proc/none/a.db")
 
 
 def test_a_database_is_looked_after_beside_a_running_server(server: Factory, tmp_path: Path) -> None:

@@ -137,6 +137,11 @@ class Database:
             yield
         except (exc.OperationalError, exc.InterfaceError, exc.InternalError, exc.TimeoutError) as error:
             raise self._unavailable(verb, error) from error
+        except exc.ProgrammingError as error:
+            # Without a statement it was the connection: libpq does not know an option of the URL.
+            if error.statement is not None:
+                raise
+            raise self._unavailable(verb, error) from error
         except exc.DatabaseError as error:
             # Bare sqlite3.DatabaseError: the file is damaged or is no database. Its subclasses are our own mistakes.
             if type(error.orig) is not sqlite3.DatabaseError:
@@ -190,6 +195,7 @@ _REMEDIES: Final = (
     ),
     ("not a database", "Name another file: this one was not made by Gradiometer."),
     ("unable to open", "Check that the folder exists and that this user may write to it."),
+    ("connection option", "Correct the options after the ? of the database URL."),
     ("password", "Check user and password in the database URL."),
 )
 
@@ -214,7 +220,7 @@ def open_database(url: str, *, clock: Clock) -> Database:
     database = Database(url)
     try:
         if database.path is not None:
-            _make_folder(database.path)
+            make_folder(database.path)
             database.lock = LockFile.take(database.path, now_s=clock.now_s())
         upgrade(database)
     except StoreUnavailable as error:
@@ -227,7 +233,8 @@ def open_database(url: str, *, clock: Clock) -> Database:
     return database
 
 
-def _make_folder(path: Path) -> None:
+def make_folder(path: Path) -> None:
+    """Make the folder of a SQLite file; raises `ConfigurationError`, also when the file could not be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -22,7 +22,9 @@ class LockFile:
         Raises:
             ConfigurationError: another process holds it (its pid is named), or the file cannot be written.
         """
-        path = database.with_name(database.name + ".lock")
+        # Beside the file itself: under two names of links, two servers would hold two locks.
+        real = database.resolve()
+        path = real.with_name(real.name + ".lock")
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:

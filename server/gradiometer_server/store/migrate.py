@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +12,8 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, text
+from alembic.util.exc import CommandError
+from sqlalchemy import Connection, inspect, text
 
 import gradiometer_server
 from gradiometer_server.errors import ConfigurationError
@@ -55,22 +58,69 @@ def upgrade(database: Database, revision: str = "head") -> None:
         config = alembic_config(conn)
         found = current_revision(conn)
         _refuse_newer(database, config, found)
+        _refuse_foreign(database, conn, found)
         if found != ScriptDirectory.from_config(config).get_current_head() or revision != "head":
-            command.upgrade(config, revision)
+            with _told(revision):
+                command.upgrade(config, revision)
             logger.info("database migrated from %s to %s", found, revision)
 
 
 def downgrade(database: Database, revision: str) -> None:
-    """Take the database back to `revision` ("base": no tables). Data that only newer tables hold is lost."""
+    """Take the database back to `revision` ("base": no tables). Data that only newer tables hold is lost.
+
+    Raises:
+        ConfigurationError: there is no such revision, or the database is from a newer version, which alone can do it.
+        StoreUnavailable: nothing was changed.
+    """
     with database.write() as conn:
-        command.downgrade(alembic_config(conn), revision)
+        config = alembic_config(conn)
+        _refuse_newer(database, config, current_revision(conn))
+        with _told(revision):
+            command.downgrade(config, revision)
+
+
+def require_tables(database: Database) -> None:
+    """Refuse a database that no migration was ever applied to; raises `ConfigurationError`, `StoreUnavailable`."""
+    with database.read() as conn:
+        found = current_revision(conn)
+    if found is None:
+        raise ConfigurationError(
+            f"the database {_place(database)} holds no tables of Gradiometer.",
+            remedy="Name the one that the server uses; a server makes its tables at its first start.",
+        )
+
+
+@contextlib.contextmanager
+def _told(revision: str) -> Iterator[None]:
+    try:
+        yield
+    except CommandError as error:
+        raise ConfigurationError(
+            f"the database cannot be taken to revision {revision!r}: {error}.",
+            remedy="Name a revision of this version's migrations, `head` or `base`.",
+        ) from error
+
+
+def _refuse_foreign(database: Database, conn: Connection, found: str | None) -> None:
+    # On PostgreSQL sharing a schema is the administrator's decision; a SQLite file belongs to one program.
+    if found is not None or not database.is_sqlite:
+        return
+    others = set(inspect(conn).get_table_names()) - {"alembic_version"}
+    if others:
+        raise ConfigurationError(
+            f"the file {database.path} belongs to another program: it holds the table {min(others)!r}.",
+            remedy="Name another file with GRADIOMETER_DATABASE_URL.",
+        )
+
+
+def _place(database: Database) -> str:
+    return str(database.path) if database.path is not None else database.name
 
 
 def _refuse_newer(database: Database, config: Config, found: str | None) -> None:
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if found is not None and found not in known:
-        where = database.path if database.path is not None else database.name
         raise ConfigurationError(
-            f"the database {where} is at revision {found}, which this version does not know: a newer one made it.",
+            f"the database {_place(database)} is at revision {found}, which this version does not know: a newer one made it.",
             remedy=f"Upgrade gradiometer (this is {gradiometer_server.__version__}), or use another database.",
         )
