@@ -149,3 +149,12 @@ def is_valid_step(step: object) -> bool:
 def as_finite_or_none(value: float) -> float | None:
     """`value`, or None for NaN and infinities."""
     return value if math.isfinite(value) else None
+
+
+def collected(found: list[tuple[wire.Column, Any]]) -> Scalars:
+    """Numbers and one-element tensors of one call, without waiting for a device."""
+    if any(not isinstance(number, float) for _, number in found):
+        from gradiometer.capture import scalars
+
+        return scalars.collect(found)
+    return Scalars(columns=tuple(column for column, _ in found), numbers=tuple(number for _, number in found))

@@ -21,7 +21,8 @@ from gradiometer.delivery import Delivery
 from gradiometer.drops import Drops
 from gradiometer.feeder import Feeder
 from gradiometer.guard import Guard
-from gradiometer.reports import EventReport, Report, ScalarReport, Scalars
+from gradiometer.handle import Handle
+from gradiometer.reports import EventReport, Report, ScalarReport
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ def init(
     return _current
 
 
-class Run:
+class Run(Handle):
     """One run as seen from one rank. Made by `init`.
 
     Without `watch` each `log` without a step is the next step, from `start_step`. With `watch` the optimizer is the
@@ -224,15 +225,19 @@ class Run:
     def mark(self, name: str) -> None:
         """Say that something planned happens now (evaluation, checkpoint, warm-up end), so that rules expect it."""
         if self._feeder is not None:
-            self._guard.tolerate("mark", self._event, "marker", {"name": str(name)[: wire.MAX_NAME_CHARS]})
+            self._guard.tolerate("mark", self._mark, name)
 
     def finish(self, exit_code: int = 0, *, deadline_s: float = DEADLINE_S) -> None:
         """Close the run: write what is queued, and give the uplink until the deadline to deliver it. Never raises.
 
         What could not be delivered stays in the spool and is sent later. The second call does nothing.
         """
-        reason = "finish" if exit_code == 0 else "failed"
-        self._guard.tolerate("finish", self._close, exit_code, None, reason, deadline_s)
+        code = exits.exit_code_of(exit_code)
+        reason = "finish" if code == 0 else "failed"
+        if not isinstance(deadline_s, (int, float)) or deadline_s != deadline_s:
+            # A mistake here must not leave the run open.
+            deadline_s = DEADLINE_S
+        self._guard.tolerate("finish", self._close, code, None, reason, deadline_s)
 
     def __enter__(self) -> Self:
         return self
@@ -287,7 +292,7 @@ class Run:
             except values.BadValue as mistake:
                 self._drops.add(mistake.reason, at, detail=mistake.detail)
         if found:
-            self._put(ScalarReport(step=at, time=time.time(), scalars=_collected(found)))
+            self._put(ScalarReport(step=at, time=time.time(), scalars=reports.collected(found)))
 
     def _step_for(self, step: Any) -> int | None:
         if step is None and self._watches:
@@ -305,6 +310,7 @@ class Run:
     def _watch(self, model: Any, optimizer: Any, scaler: Any, name: str | None, forward: bool | None) -> None:
         import torch
 
+        from gradiometer.capture import scaling
         from gradiometer.watch import StepClock, Watch, unwrap_optimizer
 
         inner = unwrap_optimizer(optimizer)
@@ -315,19 +321,20 @@ class Run:
             )
             return
         if any(watch.is_for(inner) for watch in self._watches):
-            _log.warning(
-                "gradiometer: watch() was called twice for one optimizer; the second call is ignored."
-            )
+            _log.warning("gradiometer: watch() was called twice for one optimizer; the second is ignored.")
             return
-        is_clock = not self._watches
-        clock = self._clock or StepClock(self._start_step)
+        if not scaling.is_scaler(scaler):
+            kind = type(scaler).__name__
+            self._unavailable("scaler/scale", f"watch() needs torch's GradScaler, got {kind}", warn=True)
+            scaler = None
+        is_clock, clock = not self._watches, self._clock or StepClock(self._start_step)
         watch = Watch(
             model,
             inner,
             scaler,
             clock=clock,
             is_clock=is_clock,
-            name=name or ("" if is_clock else f"model{len(self._watches) + 1}"),
+            name=values.encodable(str(name or "")) or ("" if is_clock else f"model{len(self._watches) + 1}"),
             forward_probe=forward,
             emit=self._put,
             unavailable=self._unavailable,
@@ -342,7 +349,11 @@ class Run:
                 "an alert's severity is unknown, taken as warning", self.step, detail=repr(severity)[:40]
             )
             severity = "warning"
-        self._event("alert", {"title": str(title)[:200], "text": str(text)[:4000], "severity": severity})
+        shown, more = values.encodable(str(title))[:200], values.encodable(str(text))[:4000]
+        self._event("alert", {"title": shown, "text": more, "severity": severity})
+
+    def _mark(self, name: str) -> None:
+        self._event("marker", {"name": values.encodable(str(name))[: wire.MAX_NAME_CHARS]})
 
     def _event(self, kind: wire.EventKind, attributes: dict[str, Any], *, essential: bool = False) -> None:
         feeder = self._feeder
@@ -387,11 +398,3 @@ class Run:
             _log.warning("gradiometer: the last reports were not written within %.1f s.", deadline_s)
             return
         delivery.finish(due_s)
-
-
-def _collected(found: list[tuple[wire.Column, Any]]) -> Scalars:
-    if any(not isinstance(number, float) for _, number in found):
-        from gradiometer.capture import scalars
-
-        return scalars.collect(found)
-    return Scalars(columns=tuple(column for column, _ in found), numbers=tuple(number for _, number in found))

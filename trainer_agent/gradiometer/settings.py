@@ -97,6 +97,8 @@ def _env(name: str) -> str | None:
 def _text(what: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{what} is a {type(value).__name__}: pass a string.")
+    if values.encodable(value) != value:
+        raise ValueError(f"{what} {value[:40]!r} holds characters that UTF-8 cannot carry: leave them out.")
     return value
 
 
@@ -119,10 +121,12 @@ def _mode(mode: object) -> Mode:
 
 
 def _url(url: object) -> str:
-    text = _text("url", url).rstrip("/")
+    text = _text("url", url).strip().rstrip("/")
     try:
         parts = urllib.parse.urlsplit(text)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # urlsplit leaves out line breaks in silence; the address of a server has no query.
+        valid = valid and text.isprintable() and not set(" ?#").intersection(text)
     except ValueError:
         valid = False
     if not valid:
@@ -136,7 +140,7 @@ def _url(url: object) -> str:
 def _tags(tags: Sequence[str]) -> tuple[str, ...]:
     if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
         raise ValueError(f"tags {tags!r} is not a list of strings: pass tags=['a', 'b'].")
-    return tuple(tags)
+    return tuple(_text("a tag", tag) for tag in tags)
 
 
 def _config(config: Mapping[str, Any] | object | None) -> dict[str, Any]:
@@ -181,3 +185,21 @@ def _attempt(text: str | None) -> int | None:
             f"GRADIOMETER_ATTEMPT is {text!r}: set it to the launch time in Unix milliseconds, equal on all ranks."
         )
     return attempt
+
+
+DISABLED: Final = Settings(
+    project=DEFAULT_PROJECT,
+    name=None,
+    config={},
+    tags=(),
+    notes="",
+    group=None,
+    mode="disabled",
+    run_id=None,
+    attempt=None,
+    url=DEFAULT_URL,
+    token=None,
+    spool=Path(),
+    start_step=0,
+)
+"""Of a run that does nothing, whatever the environment says."""

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     import torch
 
 _MAX_DEPTH: Final = 16
+_CONVERSION_ERRORS: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a user's own `__float__` may raise: the value is bad, and those beside it must not be lost."""
 
 
 class BadValue(ValueError):
@@ -32,14 +42,28 @@ class BadValue(ValueError):
         self.detail = detail
 
 
-def flatten(metrics: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Names joined with "/", and values, of a nested mapping."""
+def flatten(
+    metrics: Mapping[Any, Any], prefix: str = "", outer: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Names joined with "/", and values, of a nested mapping.
+
+    A mapping inside itself, or deeper than 16, comes out as a value; so the walk ends, and `as_number` refuses it.
+    """
+    outer = (*outer, id(metrics))
     for key, value in metrics.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-            yield from flatten(value, f"{name}/", depth + 1)
+        name = f"{prefix}{_key_text(key)}"
+        if isinstance(value, Mapping) and len(outer) <= _MAX_DEPTH and id(value) not in outer:
+            yield from flatten(value, f"{name}/", outer)
         else:
             yield name, value
+
+
+def _key_text(key: object) -> str:
+    try:
+        return str(key)
+    except Exception:  # noqa: BLE001  a user's __str__ may fail, and the other values of the call must not be lost
+        # `checked_name` refuses the empty name.
+        return ""
 
 
 def checked_name(name: str) -> str:
@@ -64,12 +88,20 @@ def as_number(name: str, value: object) -> float | torch.Tensor | None:
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _as_scalar_tensor(name, value)
-    if isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0:
+    if _looks_real(value):
         try:
             return float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError, OverflowError) as error:
+        except _CONVERSION_ERRORS as error:
             raise BadValue("a value is not a number", f"{name}: {error}") from error
     raise BadValue("a value is not a number", f"{name} is a {type(value).__name__}")
+
+
+def _looks_real(value: object) -> bool:
+    if isinstance(value, numbers.Real):
+        return True
+    # Of numpy's scalars, text would be parsed, and of a complex number the imaginary part would be thrown away.
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    return getattr(value, "ndim", None) == 0 and kind not in "cSUMmV"
 
 
 def _as_scalar_tensor(name: str, tensor: Any) -> torch.Tensor:
@@ -82,27 +114,44 @@ def _as_scalar_tensor(name: str, tensor: Any) -> torch.Tensor:
     local = scalars.local_scalar(tensor)
     if local is None:
         raise BadValue(
-            "a tensor's value cannot be read", f"{name} is a sharded, complex or meta {type(tensor).__name__}"
+            "a tensor's value cannot be read",
+            f"{name} is a sharded, complex, sparse, quantized, meta or transformed {type(tensor).__name__}",
         )
     return local
 
 
-def plain(value: object, depth: int = 0) -> Any:
+def plain(value: object, outer: tuple[int, ...] = ()) -> Any:
     """`value` as numbers, text, lists and dicts, for a run's config; what is neither becomes its `repr`."""
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return encodable(value)
     if isinstance(value, numbers.Integral):
         number = int(value)
         return number if abs(number) < 2**63 else str(number)
     if isinstance(value, numbers.Real):
         return _plain_float(float(value))
-    if depth >= _MAX_DEPTH:
-        return repr(value)[:1000]
+    # Something that holds itself is shown, not followed: with two such places the walk would double at each level.
+    if len(outer) >= _MAX_DEPTH or id(value) in outer:
+        return _shown(value)
+    outer = (*outer, id(value))
     if isinstance(value, Mapping):
-        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+        return {encodable(str(key)): plain(item, outer) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item, depth + 1) for item in value]
-    return repr(value)[:1000]
+        return [plain(item, outer) for item in value]
+    return _shown(value)
+
+
+def encodable(text: str) -> str:
+    """`text` with what UTF-8 cannot carry (lone surrogates, as in badly decoded file names) replaced by "?"."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _shown(value: object) -> str:
+    try:
+        return encodable(repr(value)[:1000])
+    except Exception:  # noqa: BLE001  a user's __repr__ may fail, and a config must not stop the training
+        return f"<{type(value).__name__}>"
 
 
 def _plain_float(number: float) -> float | str:

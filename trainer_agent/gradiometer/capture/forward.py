@@ -8,6 +8,7 @@ random number is drawn.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -15,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from gradiometer.capture import layout, readback
+from gradiometer.capture import layout, readback, scalars, scripting
 from gradiometer.capture.readback import Readback
 from gradiometer.guard import Guard
 
@@ -63,13 +64,18 @@ class _LeafHook:
     # Hot path: training thread, once per leaf module and forward pass. Must return None (anything else would
     # replace the output), keep no reference to the output, and read no value.
     def __call__(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
-        # While torch.compile traces, the test is a constant, so a model compiled later gets no side effect.
+        # While torch.compile traces, the test is a constant, so a model compiled later gets no side effect. What
+        # torch.jit.trace records must not hold operations of ours.
         if torch.compiler.is_compiling() or not module.training or not torch.is_grad_enabled():
+            return
+        if torch._C._get_tracing_state() is not None:
             return
         self._probe.see(self._name, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_inert_hook, ())
+        # The bound method of nullcontext takes what a hook takes, does nothing and returns None. It is in every
+        # Python, so a model saved whole can be loaded where this package is not installed.
+        return (getattr, (contextlib.nullcontext(), "__exit__"))
 
     def __deepcopy__(self, _memo: Any) -> Any:
         return _ignore
@@ -77,10 +83,6 @@ class _LeafHook:
 
 def _ignore(_module: Any, _args: Any, _output: Any) -> None:
     """The hook of a copied model: the run watches the original."""
-
-
-def _inert_hook() -> Any:
-    return _ignore
 
 
 class ForwardProbe:
@@ -96,6 +98,7 @@ class ForwardProbe:
         self._order: list[str] = []
         self._loose: list[torch.Tensor] = []
         self._blocks: list[Readback] = []
+        scripting.hide(self, _LeafHook)
         self._handles = [
             module.register_forward_hook(_LeafHook(self, prefix + layout.plain_name(model, name)))
             for name, module in leaves(model)
@@ -111,7 +114,7 @@ class ForwardProbe:
         if len(self._blocks) >= MAX_BLOCKS:
             return
         tensor = _first_floating(output)
-        if tensor is None or tensor.numel() == 0:
+        if tensor is None or scalars.is_transformed(tensor) or tensor.numel() == 0:
             return
         with torch.no_grad():
             self._loose += torch.aminmax(tensor.detach())
@@ -142,6 +145,7 @@ class ForwardProbe:
 
     def close(self) -> None:
         """Remove the hooks."""
+        scripting.show(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from gradiometer.capture import layout
 from gradiometer.capture.forward import ForwardProbe
@@ -29,13 +30,17 @@ class NextStep:
 
     def __init__(self, parameters: Sequence[torch.Tensor], probe: ForwardProbe | None) -> None:
         self._probe = probe
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameter: torch.Tensor | None = None
+        # A lazy parameter has no size before the first forward pass.
+        trainable = [
+            parameter for parameter in parameters if parameter.requires_grad and not is_lazy(parameter)
+        ]
         self.begin_after(min(trainable, key=torch.Tensor.numel, default=None))
 
     def begin_after(self, parameter: torch.Tensor | None) -> None:
         """A step is complete; `parameter` had a gradient in it. None: keep looking at the one from before."""
         if parameter is not None:
-            self._parameter: torch.Tensor | None = parameter
+            self._parameter = parameter
         self._gradient = None if self._parameter is None else self._parameter.grad
         self._version = 0 if self._gradient is None else layout.local_of(self._gradient)._version
 

@@ -40,4 +40,16 @@ def local_scalar(tensor: torch.Tensor) -> torch.Tensor | None:
             return None
         local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
         tensor = local
-    return None if tensor.is_meta or tensor.is_complex() else tensor
+    return tensor if _is_plain(tensor) else None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or tensor.is_complex() or tensor.is_quantized or tensor.is_nested:
+        return False
+    return tensor.layout == torch.strided and not is_transformed(tensor)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` exists only inside a torch.func transform (vmap, grad, ...), after which it cannot be read."""
+    test = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
+    return test is not None and bool(test(tensor))

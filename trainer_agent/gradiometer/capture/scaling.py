@@ -12,6 +12,17 @@ def is_active(scaler: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())
 
 
+def is_scaler(scaler: Any) -> bool:
+    """Whether `scaler` has what is used here of torch's GradScaler; None is a loop without one."""
+    if scaler is None:
+        return True
+    if not callable(getattr(scaler, "is_enabled", None)):
+        return False
+    # A disabled scaler has no state.
+    needed = ("step", "unscale_", "_per_optimizer_states")
+    return not scaler.is_enabled() or all(hasattr(scaler, name) for name in needed)
+
+
 def has_scaled(scaler: Any) -> bool:
     """Whether `scaler.scale` was ever called."""
     return getattr(scaler, "_scale", None) is not None

@@ -1,0 +1,61 @@
+"""Hides the forward probe's hooks from `torch.jit.script`, which would try to compile them and fail the user's call.
+
+Scripting compiles every forward hook it finds. `torch.jit._recursive.get_hook_stubs` is where it looks; where torch has
+no such function, nothing is patched, and scripting a watched model needs `watch(forward=False)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any, Final
+
+import torch
+
+_NAME: Final = "get_hook_stubs"
+_lock: Final = threading.Lock()
+_users: Final[list[object]] = []
+_original: Any = None
+_patched: Any = None
+
+
+def hide(user: object, kind: type) -> None:
+    """Until `show(user)`, let `torch.jit.script` see no hooks of this kind."""
+    global _original, _patched
+    home: Any = torch.jit._recursive
+    with _lock:
+        _users.append(user)
+        if _patched is None and hasattr(home, _NAME):
+            _original = getattr(home, _NAME)
+            _patched = _without(_original, kind)
+            setattr(home, _NAME, _patched)
+
+
+def show(user: object) -> None:
+    """Undo `hide`; after the last one torch is as it was."""
+    global _original, _patched
+    home: Any = torch.jit._recursive
+    with _lock:
+        if user in _users:
+            _users.remove(user)
+        # Somebody may have patched on top of us; then our layer stays, and hides what is no longer there.
+        if not _users and _patched is not None and getattr(home, _NAME) is _patched:
+            setattr(home, _NAME, _original)
+            _original = _patched = None
+
+
+def _without(original: Any, kind: type) -> Any:
+    @functools.wraps(original)
+    def get_hook_stubs(module: Any) -> Any:
+        hooks = module._forward_hooks
+        before = dict(hooks)
+        for key in [key for key, hook in before.items() if isinstance(hook, kind)]:
+            del hooks[key]
+        try:
+            return original(module)
+        finally:
+            # All of them anew, so that they keep their order.
+            hooks.clear()
+            hooks.update(before)
+
+    return get_hook_stubs
