@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import FloatRect, Page, expect
 
 from tests.browser.dashboard import (
     begin_run,
@@ -142,6 +142,18 @@ def test_heat_map_and_flow_follow_the_run_and_show_the_bad_layer(
     expect(flow.locator(".badge.bad")).to_have_count(0)
 
 
+def settled_box(page: Page, selector: str) -> FloatRect:
+    """Where an element is once it no longer moves: cards above it may still be taking their place."""
+    before: list[FloatRect | None] = [None]
+
+    def unmoved() -> FloatRect | None:
+        box = page.locator(selector).bounding_box()
+        same, before[0] = box == before[0], box
+        return box if same else None
+
+    return eventually(unmoved, 10, what=f"{selector} has settled", interval_s=0.2)
+
+
 def test_drag_zooms_every_chart_and_double_click_returns_to_live(
     server: Callable[..., Server], page: Page
 ) -> None:
@@ -149,8 +161,8 @@ def test_drag_zooms_every_chart_and_double_click_returns_to_live(
     whole_run(one.url, "zoom", NAMES, 5000, smooth)
     page.goto(f"{one.url}/runs/zoom")
     wait_for_step(page, "train/loss", 4990)
-    box = page.locator("figure[data-metric='train/loss'] .plot-box").bounding_box()
-    assert box is not None
+    wait_for_step(page, "grad/norm", 4990)
+    box = settled_box(page, "figure[data-metric='train/loss'] .plot-box")
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 80)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 80, steps=4)

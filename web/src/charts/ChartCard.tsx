@@ -7,11 +7,11 @@ import { Menu } from '../ui/menu.tsx';
 import { CardView } from './card.ts';
 import { downloadCsv, downloadPng } from './export.ts';
 
-interface Props { model: RunModel; metric: string }
+interface Props { model: RunModel; metric: string; section: string }
 
 const STATES = { loading: 'Loading…', empty: 'No points yet' } as const;
 
-export function ChartCard({ model, metric }: Props) {
+export function ChartCard({ model, metric, section }: Props) {
   const figureEl = useRef<HTMLElement>(null);
   const plotEl = useRef<HTMLDivElement>(null);
   const valueEl = useRef<HTMLOutputElement>(null);
@@ -25,7 +25,7 @@ export function ChartCard({ model, metric }: Props) {
   return (
     <figure class="card chart" ref={figureEl} aria-label={metric} data-metric={metric}>
       <figcaption>
-        <span class="name" title={metric}>{metric}</span>
+        <span class="name" title={metric}>{metric.startsWith(`${section}/`) ? metric.slice(section.length + 1) : metric}</span>
         <button type="button" class="toggle" aria-pressed={log.value} aria-label={`Log scale for ${metric}`} onClick={() => { log.value = !log.value; }}>log</button>
         <Menu label={`More for ${metric}`} items={[
           { label: 'Data table', run: () => { table.value = view.series() !== null; } },

@@ -56,7 +56,8 @@ export function flowFigure(values: readonly (number | null)[], bad: readonly num
     layout: {
       ...layoutBase(palette, width, height, margin),
       xaxis: { color: palette.muted, range: [-0.5, Math.max(0.5, values.length - 0.5)], showgrid: false, zeroline: false, ticks: '', showticklabels: false, fixedrange: true },
-      yaxis: yAxis(palette, range, view.log, view.unit, height - margin.t - margin.b),
+      // With nothing to measure (every layer is NaN) a scale would be an invention.
+      yaxis: { ...yAxis(palette, range, view.log, view.unit, height - margin.t - margin.b), ...(shown.every(Number.isNaN) ? { showticklabels: false, showgrid: false } : {}) },
       ...(bad.length ? { yaxis2: { overlaying: 'y', range: [0, 1], visible: false, fixedrange: true } } : {}),
     },
   };

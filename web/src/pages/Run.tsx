@@ -82,8 +82,8 @@ function RunHeader({ model }: { model: RunModel }) {
         <Stat name="step" value={model.lastStep.value === null ? '–' : formatStep(model.lastStep.value)} />
         <Stat name={run.state === 'running' ? 'elapsed' : 'took'} value={formatDuration(endOf(run, nowS.value) - run.created_s)} />
         {speed !== null && <Stat name="steps/s" value={speed >= 10 ? speed.toFixed(0) : speed.toPrecision(2)} />}
-        <Stat name="attempts" value={String(run.attempts)} />
-        <Stat name="ranks" value={String(run.world_size)} />
+        <Stat name={run.attempts === 1 ? 'attempt' : 'attempts'} value={String(run.attempts)} />
+        <Stat name={run.world_size === 1 ? 'rank' : 'ranks'} value={String(run.world_size)} />
         {run.dropped_reports > 0 && <Stat name="dropped reports" value={formatStep(run.dropped_reports)} />}
         {run.rejected_records > 0 && <Stat name="rejected records" value={formatStep(run.rejected_records)} />}
       </dl>
@@ -135,7 +135,7 @@ function ChartSection({ model, section }: { model: RunModel; section: Section })
   return (
     <section class="charts" aria-label={section.name}>
       <h2 class="section-title"><button type="button" aria-expanded={open.value} onClick={toggle}><Icon name="chevron" />{section.name} <small>{section.metrics.length}</small></button></h2>
-      {open.value && <div class="grid">{section.metrics.map((metric) => <ChartCard key={metric} model={model} metric={metric} />)}</div>}
+      {open.value && <div class="grid">{section.metrics.map((metric) => <ChartCard key={metric} model={model} metric={metric} section={section.name} />)}</div>}
     </section>
   );
 }
