@@ -96,6 +96,16 @@ def test_every_end_of_a_trainer_is_told_once(
     assert len(double.model.records()) == 22
 
 
+@pytest.mark.parametrize("attempt", range(4))
+def test_a_trainer_that_ends_at_once_and_is_reaped_at_once_is_told_truly(
+    attempt: int, start_trainer: StartTrainer, double: IngestDouble
+) -> None:
+    trainer = start_trainer("_exit", steps=1)
+    assert trainer.wait() == 3
+    exits = eventually(double.model.exits, what="the exit event")
+    assert (exits[0]["code"], exits[0]["inferred"]) == (3, False)
+
+
 def test_a_killed_trainer_is_reported_within_two_seconds(
     start_trainer: StartTrainer, double: IngestDouble, tmp_path: Path
 ) -> None:
