@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import shutil
 import time
 import warnings
 from fractions import Fraction
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import gradiometer as gm
+from tests.support.eventually import eventually
 from tests.support.recorded import recorded
 
 
@@ -246,3 +248,13 @@ def test_a_model_without_usable_parameters_still_has_steps(run, kind):
 def test_a_url_that_no_uplink_could_use_is_refused_at_once(tmp_path, url):
     with pytest.raises(ValueError, match="address of a server"):
         gm.init(mode="offline", spool=tmp_path, url=url)
+
+
+def test_what_is_logged_after_the_spool_was_deleted_is_counted(run, tmp_path):
+    run.log({"x": 1.0})
+    eventually(lambda: list(run.directory.glob("*.seg")), what="the first record is written")
+    shutil.rmtree(run.directory)
+    run.log({"x": 2.0})
+    run.finish()
+    # The value, and the exit event.
+    assert run.dropped == {"the spool could not be written": 2}
