@@ -121,3 +121,17 @@ def test_text_that_no_column_holds_is_no_error_of_the_server(
     assert found[0]["error"]
     assert found[1]["points"]["step"] == [1]
     assert "Traceback" not in one.log
+
+
+def test_thousands_of_metrics_are_not_flushed_every_few_steps(server: Callable[..., Server]) -> None:
+    one = server()
+    names = ["loss", *(f"wide/{number}" for number in range(2999))]
+    with WireClient(one.url, "r") as client:
+        client.hello()
+        client.send(scalar_schema(*names), timeout_s=30)
+        for step in range(1, 61):
+            client.send(frame({step: [float(step)] * len(names)}), timeout_s=30)
+        eventually(lambda: steps(one, "r") == list(range(1, 61)), 30, what="all steps are shown")
+        assert one.get("/runs/r")["sources"][0]["folded_seq"] == 0, (
+            "60 steps of a series are too few for a chunk"
+        )

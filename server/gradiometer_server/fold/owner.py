@@ -37,6 +37,9 @@ Publish = Callable[[Sequence[LiveUpdate]], None]
 
 FLUSH_STEPS: Final = 256
 FLUSH_BYTES: Final = 1024 * 1024
+FLUSH_SERIES_BYTES: Final = 2048
+"""A flush costs by the series, not by the byte: a run of 10,000 metrics would otherwise flush every few steps."""
+MAX_FLUSH_BYTES: Final = 32 * 1024 * 1024
 FLUSH_IDLE_S: Final = 10.0
 UNLOAD_IDLE_S: Final = 60.0
 _LATE: Final = "a rank reported a step so late that it could not be merged with the others any more"
@@ -219,7 +222,8 @@ class RunOwner:
 
     def flush_is_due(self) -> bool:
         """Enough has come together, or nothing more is coming for now."""
-        if self._tails.num_steps >= FLUSH_STEPS or self._tails.num_bytes >= FLUSH_BYTES:
+        enough_bytes = min(MAX_FLUSH_BYTES, max(FLUSH_BYTES, FLUSH_SERIES_BYTES * self._tails.num_series))
+        if self._tails.num_steps >= FLUSH_STEPS or self._tails.num_bytes >= enough_bytes:
             return True
         if not self._tails.num_steps and self._fold.offsets() == self._flushed:
             return False

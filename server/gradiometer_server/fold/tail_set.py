@@ -88,6 +88,11 @@ class TailSet:
         return max(map(len, self._tails.values()), default=0)
 
     @property
+    def num_series(self) -> int:
+        """Series that have points here."""
+        return len(self._tails)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all points."""
         return sum(tail.num_bytes for tail in self._tails.values())
