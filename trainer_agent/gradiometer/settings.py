@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-from gradiometer import spool, values, wire
+from gradiometer import address, spool, values, wire
 
 DEFAULT_URL: Final = "http://127.0.0.1:7717"
 DEFAULT_PROJECT: Final = "default"
@@ -121,7 +121,12 @@ def _mode(mode: object) -> Mode:
 
 
 def _url(url: object) -> str:
+    if isinstance(url, str) and values.encodable(url) != url:
+        raise ValueError(
+            f"url {address.shown(url)!a} holds characters that UTF-8 cannot carry: leave them out."
+        )
     text = _text("url", url).strip().rstrip("/")
+    address.refuse_credentials(text)
     try:
         parts = urllib.parse.urlsplit(text)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -131,7 +136,7 @@ def _url(url: object) -> str:
         valid = False
     if not valid:
         raise ValueError(
-            f"url {text!r} is not the address of a server: give something like {DEFAULT_URL} "
+            f"url {address.shown(text)!r} is not the address of a server: give something like {DEFAULT_URL} "
             "(argument `url` or GRADIOMETER_URL)."
         )
     return text

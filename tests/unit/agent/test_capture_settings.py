@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import gradiometer as gm
 from gradiometer import environment, exits, launch, settings, values, wire
 from gradiometer import spool as spool_module
+from gradiometer.uplink import transport
 
 ARGUMENTS = {
     "project": None,
@@ -109,6 +111,35 @@ def test_environment_and_arguments_above_it(monkeypatch, tmp_path):
 def test_mistakes(arguments, message):
     with pytest.raises(ValueError, match=message):
         resolve(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("http://me:hunter2@host:7717/x", r"url 'http://\*\*\*@host:7717/x' holds.*GRADIOMETER_TOKEN"),
+        ("https://hunter2@host", r"url 'https://\*\*\*@host' holds.*GRADIOMETER_TOKEN"),
+        # A password that makes the whole address wrong.
+        ("http://me:hun/hunter2@host", r"url 'http://\*\*\*@host' is not the address"),
+        ("http://me:hunter2 @host", r"'http://\*\*\*@host'"),
+        ("http://me:hunter2@[::1", r"'http://\*\*\*@\[::1' is not the address"),
+        ("me:hunter2@host", r"url '\*\*\*@host' is not the address"),
+        ("http://me:hunter2\ud800@host", r"'http://\*\*\*@host' holds characters"),
+    ],
+)
+@pytest.mark.parametrize("check", [lambda url: resolve(url=url), transport.check_url], ids=["init", "uplink"])
+def test_a_password_in_the_address_is_refused_and_never_shown(check, url, told):
+    with pytest.raises(ValueError, match="url|URL") as caught:
+        check(url)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in re.sub(r"(?m)^ .*$", "", shown), "nor in an error behind it"
+    if check is not transport.check_url:
+        assert re.search(told, str(caught.value))
+
+
+def test_an_at_sign_in_the_path_is_no_password():
+    assert resolve(url="http://host/@team").url == "http://host/@team"
+    assert transport.check_url("http://host/@team") == "http://host/@team"
 
 
 def test_init_raises_before_it_touches_the_run_that_is_open(spool):

@@ -19,6 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from websockets.version import version as websockets_version
 
 from gradiometer import wire
+from gradiometer.address import refuse_credentials, shown
 
 INGEST_PATH: Final = "/api/v1/ingest"
 _OPEN_TIMEOUT_S: Final = 10.0
@@ -44,14 +45,21 @@ class TransportError(Exception):
 
 def check_url(url: str) -> str:
     """The server's address without a trailing slash; raises `ValueError` that says what is wrong with it."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
+    refuse_credentials(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+        valid = parts.scheme in ("http", "https", "ws", "wss") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        # Its text may quote what somebody meant as a password.
+        valid = False
+    if not valid:
         raise ValueError(
-            f"GRADIOMETER_URL is {url!r}: it must look like http://127.0.0.1:7717 or https://host/path."
+            f"GRADIOMETER_URL is {shown(url)!r}: it must look like http://127.0.0.1:7717 or https://host/path."
         )
     if parts.query or parts.fragment:
-        raise ValueError(f"GRADIOMETER_URL is {url!r}: leave out everything from the ? or # on.")
-    _ = parts.port
+        raise ValueError(
+            f"GRADIOMETER_URL is {shown(url)!r}: leave out everything from the ? or # on."
+        )
     return url.rstrip("/")
 
 
