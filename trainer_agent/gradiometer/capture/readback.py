@@ -43,7 +43,8 @@ class CudaReadback:
     # Hot path: training thread. Two asynchronous launches; must not synchronise.
     def __init__(self, tensor: torch.Tensor) -> None:
         # torch's caching host allocator hands out a pinned block again only after the copies into it are done.
-        self._pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        # The device is named, because torch.set_default_device would choose another.
+        self._pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._pinned.copy_(tensor, non_blocking=True)
         # blocking: a thread that waits must sleep, not spin on a core that the training needs.
         self._event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

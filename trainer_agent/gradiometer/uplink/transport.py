@@ -57,9 +57,7 @@ def check_url(url: str) -> str:
             f"GRADIOMETER_URL is {shown(url)!r}: it must look like http://127.0.0.1:7717 or https://host/path."
         )
     if parts.query or parts.fragment:
-        raise ValueError(
-            f"GRADIOMETER_URL is {shown(url)!r}: leave out everything from the ? or # on."
-        )
+        raise ValueError(f"GRADIOMETER_URL is {shown(url)!r}: leave out everything from the ? or # on.")
     return url.rstrip("/")
 
 
