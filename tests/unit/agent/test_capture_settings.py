@@ -128,7 +128,7 @@ def test_mistakes(arguments, message):
 )
 @pytest.mark.parametrize("check", [lambda url: resolve(url=url), transport.check_url], ids=["init", "uplink"])
 def test_a_password_in_the_address_is_refused_and_never_shown(check, url, told):
-    with pytest.raises(ValueError, match="url|URL") as caught:
+    with pytest.raises(ValueError, match=r"url|URL") as caught:
         check(url)
     shown = "".join(traceback.format_exception(caught.value))
     assert "hunter2" not in str(caught.value)
