@@ -16,15 +16,13 @@ import numpy as np
 import torch
 
 from gradiometer import wire
-from gradiometer.capture import clip, forward, layout, memory, readback, scalars, scaling
-from gradiometer.capture.gradients import GradientReader, Partials
+from gradiometer.capture import clip, forward, memory, readback, scalars, scaling
+from gradiometer.capture.gradients import GradientReader, Partials, Witness
 from gradiometer.capture.progress import NextStep
 from gradiometer.capture.readback import KnownReadback, Readback
 from gradiometer.guard import Guard
 from gradiometer.reports import Report, StepReport
 
-_CLIPPED_AT_MOST: Final = 2
-"""In-place changes of a gradient between its capture and a later clip of the same step: two clips."""
 _MAX_WRAPPERS: Final = 8
 ABANDONED: Final = "capture in a forked child"
 
@@ -100,8 +98,9 @@ class Watch:
         self._scale: Readback | None = None
         self._clip_norm: torch.Tensor | None = None
         self._in_closure = False
-        # The smallest gradient that was read, kept until the step ends: tells whether it is still the same one.
-        self._sentinel: tuple[torch.Tensor, torch.Tensor, int] | None = None
+        # The smallest gradient that was read, kept until the step ends.
+        self._witness: Witness | None = None
+        self._clips_what_was_read = False
         self._num_gradients = 0
 
     def _install(self, model: torch.nn.Module, forward_probe: bool | None, prefix: str) -> None:
@@ -112,7 +111,7 @@ class Watch:
         missed = clip.subscribe(self)
         if missed is not None:
             self._unavailable("grad/norm", missed)
-        self._scaler_step = ScalerStep(self._scaler, self) if self._scaler is not None else None
+        self._scaler_step = scaling.ScalerStep(self._scaler, self) if self._scaler is not None else None
         reason = forward.why_not(model, forward_probe)
         if reason is None:
             self._probe = forward.ForwardProbe(model, self._guard, prefix)
@@ -161,6 +160,10 @@ class Watch:
         """See `clip.ClipListener`."""
         self._enter(self._after_clip, gradients, total_norm)
 
+    def after_change(self) -> None:
+        """See `clip.ClipListener`."""
+        self._enter(self._after_change)
+
     def before_scaler_step(self) -> None:
         """`scaler.step` was called for this optimizer."""
         self._enter(self._before_scaler_step)
@@ -194,21 +197,29 @@ class Watch:
     # -- what is done there --------------------------------------------------------------------------------------
 
     def _before_clip(self, gradients: list[torch.Tensor]) -> None:
+        # Clipping twice or by groups: the first call reads everything, the others find it done.
+        if self._must_read() and self._owns_any(gradients):
+            self._guard.call(self._capture_part, self._capture)
+        self._clips_what_was_read = not self._must_read()
+
+    def _owns_any(self, gradients: list[torch.Tensor]) -> bool:
         ids = {id(gradient) for gradient in gradients}
-        owned = any(
+        return any(
             parameter.grad is not None and id(parameter.grad) in ids
             for parameter in self._reader.layout.parameters
         )
-        # Clipping by groups: the first call reads everything, the others find it done.
-        if owned and (self._partials is None or self._is_outdated(ids)):
-            self._guard.call(self._capture_part, self._capture)
 
     def _after_clip(self, gradients: list[torch.Tensor], total_norm: Any) -> None:
         # A norm of some of the gradients is not this step's norm.
-        if self._partials is None or len(gradients) != self._num_gradients or self._sentinel is None:
+        if self._partials is None or len(gradients) != self._num_gradients or self._witness is None:
             return
-        if any(gradient is self._sentinel[1] for gradient in gradients):
+        if any(gradient is self._witness.gradient for gradient in gradients):
             self._clip_norm = scalars.local_scalar(total_norm)
+
+    def _after_change(self) -> None:
+        # Also where other gradients were clipped: those of one DDP bucket or FSDP1 unit count their changes together.
+        if self._clips_what_was_read and self._witness is not None:
+            self._witness.accept()
 
     def _before_scaler_step(self) -> None:
         scaler: Any = self._scaler
@@ -240,24 +251,20 @@ class Watch:
         return (args[0], observed, *args[2:]), kwargs
 
     def _capture_unless_done(self) -> None:
-        if self._partials is None or self._is_outdated(set()):
+        if self._must_read():
             self._guard.call(self._capture_part, self._capture)
 
-    def _is_outdated(self, clipped_ids: set[int]) -> bool:
-        """Whether what was read is not of the gradients that are there now.
+    def _must_read(self) -> bool:
+        """Whether nothing was read, or not the gradients that are there now.
 
-        It happens when a loop clips, looks at the norm, and leaves out `optimizer.step()`.
+        The latter where a loop measures the norm of every micro-batch, or clips and leaves out `optimizer.step()`.
         """
+        if self._partials is None:
+            return True
         if self._in_closure:
             # LBFGS evaluates its closure many times per step; the first gradient is the one at the step's start.
             return False
-        if self._sentinel is None:
-            return True
-        parameter, gradient, version = self._sentinel
-        if parameter.grad is not gradient:
-            return True
-        changes = layout.local_of(gradient)._version - version
-        return id(gradient) in clipped_ids and changes > _CLIPPED_AT_MOST
+        return self._witness is None or self._witness.is_outdated()
 
     # Hot path: training thread, once per step.
     def _capture(self) -> None:
@@ -273,9 +280,7 @@ class Watch:
         owners = [parameter for parameter in self._partials.layout.parameters if parameter.grad is not None]
         self._num_gradients = len(owners)
         if owners:
-            smallest = min(owners, key=torch.Tensor.numel)
-            gradient: Any = smallest.grad
-            self._sentinel = (smallest, gradient, layout.local_of(gradient)._version)
+            self._witness = Witness(min(owners, key=torch.Tensor.numel))
 
     def _current_scale(self) -> torch.Tensor | None:
         """What the gradients are multiplied by right now; None for 1."""
@@ -303,7 +308,7 @@ class Watch:
             reads_rss=self._is_clock and self._device.type != "cuda",
         )
         self._ended_s = now_s
-        self._next.begin_after(None if self._sentinel is None else self._sentinel[0])
+        self._next.begin_after(None if self._witness is None else self._witness.owner)
         self._reset()
         if self._is_clock or step != self._reported_step:
             self._reported_step = step
@@ -345,45 +350,6 @@ class Watch:
             times.append((wire.Column("time/step_s", "max"), now_s - self._ended_s))
         # The end of this very report is booked on the next step.
         return [*times, (wire.Column("agent/step_s", "max"), spent_s + time.perf_counter() - now_s)]
-
-
-class ScalerStep:
-    """Stands in for `scaler.step` on the instance; a copy or a pickle of the scaler gets the plain method."""
-
-    def __init__(self, scaler: Any, watch: Watch) -> None:
-        self._scaler = scaler
-        self._watch: Watch | None = watch
-        self._had_own = "step" in vars(scaler)
-        self._original = scaler.step
-        scaler.step = self
-
-    def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        watch = self._watch
-        if watch is None or not watch.is_for(optimizer):
-            return self._original(optimizer, *args, **kwargs)
-        num_ended = watch.num_ended
-        watch.before_scaler_step()
-        # Outside every guard: an error of the training is the user's to see.
-        result = self._original(optimizer, *args, **kwargs)
-        watch.after_scaler_step(num_ended)
-        return result
-
-    def remove(self) -> None:
-        """Give the scaler its method back; if another wrapper sits on top, only stop looking."""
-        self._watch = None
-        if vars(self._scaler).get("step") is not self:
-            return
-        if self._had_own:
-            self._scaler.step = self._original
-        else:
-            del self._scaler.step
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (getattr, (self._scaler, "step"))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._scaler))
-        return self._original if copied is None else type(copied).step.__get__(copied)
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:

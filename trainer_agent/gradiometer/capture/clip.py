@@ -5,6 +5,9 @@ gradient 0. `clip_grad_norm_`, `get_total_norm` and every alias taken earlier en
 `torch.nn.utils.clip_grad._get_total_norm`, a `no_grad` wrapper whose only closure cell holds the real function; so
 the cell is patched. If torch no longer looks like that, the module's attributes are replaced, which misses only
 `from torch.nn.utils import clip_grad_norm_` done earlier. FSDP1 has its own method, patched on the class.
+
+The functions that change gradients, `_clip_grads_with_norm_` and `clip_grad_value_`, are patched in the same way, so that
+a change that clipping made can be told from one that another backward pass made.
 """
 
 from __future__ import annotations
@@ -22,14 +25,19 @@ class ClipListener(Protocol):
     """Told about clipping. Must not raise."""
 
     def before_clip(self, gradients: list[torch.Tensor]) -> None:
-        """`gradients` are about to be measured and scaled."""
+        """`gradients` are about to be measured, or changed, by clipping."""
         ...
 
     def after_clip(self, gradients: list[torch.Tensor], total_norm: torch.Tensor) -> None:
         """Clipping measured `total_norm` for them."""
         ...
 
+    def after_change(self) -> None:
+        """Clipping changed the gradients of the last `before_clip` in place."""
+        ...
 
+
+_CHANGING: Final = ("_clip_grads_with_norm_", "clip_grad_value_")
 _listeners: Final[list[ClipListener]] = []
 _undo: Final[list[Callable[[], None]]] = []
 _lock: Final = threading.Lock()
@@ -59,19 +67,21 @@ def _patch() -> str | None:
     from torch.nn.utils import clip_grad
 
     problem = None
-    if not _patch_cell(getattr(clip_grad, "_get_total_norm", None)):
+    if not _patch_cell(getattr(clip_grad, "_get_total_norm", None), _observing):
         problem = _patch_attributes(clip_grad)
+    for name in _CHANGING:
+        _patch_changing(clip_grad, name)
     _patch_fsdp1()
     return problem
 
 
-def _patch_cell(wrapper: Any) -> bool:
+def _patch_cell(wrapper: Any, observing: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
     cells = getattr(wrapper, "__closure__", None)
     if not cells or len(cells) != 1 or not callable(cells[0].cell_contents):
         return False
     cell = cells[0]
     original = cell.cell_contents
-    patched = _observing(original)
+    patched = observing(original)
     cell.cell_contents = patched
 
     def undo() -> None:
@@ -98,6 +108,15 @@ def _patch_attributes(clip_grad: Any) -> str | None:
     )
 
 
+def _patch_changing(clip_grad: Any, name: str) -> None:
+    original = getattr(clip_grad, name, None)
+    if original is None or _patch_cell(original, _observing_change):
+        return
+    # clip_grad_norm_ looks its second half up in the module at every call.
+    setattr(clip_grad, name, _observing_change(original))
+    _undo.append(functools.partial(setattr, clip_grad, name, original))
+
+
 def _patch_fsdp1() -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FullyShardedDataParallel", None)
@@ -111,6 +130,7 @@ def _patch_fsdp1() -> None:
         _tell_before(gradients)
         norm = original(self, *args, **kwargs)
         _tell_after(gradients, norm)
+        _tell_changed()
         return norm
 
     kind.clip_grad_norm_ = clip_grad_norm_
@@ -139,9 +159,22 @@ def _observing_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
         _tell_before(gradients)
         norm = original(owners, *args, **kwargs)
         _tell_after(gradients, norm)
+        _tell_changed()
         return norm
 
     return clip_grad_norm_
+
+
+def _observing_change(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def changing(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        owners = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        _tell_before([owner.grad for owner in owners if owner.grad is not None])
+        result = original(owners, *args, **kwargs)
+        _tell_changed()
+        return result
+
+    return changing
 
 
 def _tell_before(gradients: list[torch.Tensor]) -> None:
@@ -152,3 +185,8 @@ def _tell_before(gradients: list[torch.Tensor]) -> None:
 def _tell_after(gradients: list[torch.Tensor], total_norm: Any) -> None:
     for listener in tuple(_listeners):
         listener.after_clip(gradients, total_norm)
+
+
+def _tell_changed() -> None:
+    for listener in tuple(_listeners):
+        listener.after_change()

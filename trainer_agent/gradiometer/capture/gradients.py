@@ -39,6 +39,32 @@ class Partials:
         return table
 
 
+class Witness:
+    """One of the gradients that were read, kept to tell whether all are still as they were.
+
+    Args:
+        owner: its parameter.
+    """
+
+    __slots__ = ("_version", "gradient", "owner")
+
+    def __init__(self, owner: torch.Tensor) -> None:
+        self.owner = owner
+        self.gradient: Any = owner.grad
+        self.accept()
+
+    def accept(self) -> None:
+        """The gradient was changed in place by something that makes no new gradient of it (clipping)."""
+        self._version = layout.local_of(self.gradient)._version
+
+    # Hot path: training thread, at every clip and step. Reads one counter, no value.
+    def is_outdated(self) -> bool:
+        """Whether another tensor took the gradient's place, or it was changed in place since."""
+        if self.owner.grad is not self.gradient:
+            return True
+        return layout.local_of(self.gradient)._version != self._version
+
+
 class GradientReader:
     """Reads the gradients of the parameters that one optimizer updates.
 

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class StepListener(Protocol):
+    """Follows one optimizer. Must not raise."""
+
+    @property
+    def num_ended(self) -> int:
+        """Steps seen so far."""
+        ...
+
+    def is_for(self, optimizer: Any) -> bool:
+        """Whether it follows `optimizer`."""
+        ...
+
+    def before_scaler_step(self) -> None:
+        """`scaler.step` was called for the optimizer."""
+        ...
+
+    def after_scaler_step(self, num_ended_before: int) -> None:
+        """`scaler.step` returned; `num_ended_before` is `num_ended` as it was when it was called."""
+        ...
 
 
 def is_active(scaler: Any) -> bool:
@@ -59,3 +80,42 @@ def grad_scale_of(optimizer: Any) -> torch.Tensor | None:
     """The scale a fused step divides by; None if the gradients were unscaled before, or there is no scaler."""
     scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
     return None if scale is None else scale.detach().clone()
+
+
+class ScalerStep:
+    """Stands in for `scaler.step` on the instance; a copy or a pickle of the scaler gets the plain method."""
+
+    def __init__(self, scaler: Any, watch: StepListener) -> None:
+        self._scaler = scaler
+        self._watch: StepListener | None = watch
+        self._had_own = "step" in vars(scaler)
+        self._original = scaler.step
+        scaler.step = self
+
+    def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = self._watch
+        if watch is None or not watch.is_for(optimizer):
+            return self._original(optimizer, *args, **kwargs)
+        num_ended = watch.num_ended
+        watch.before_scaler_step()
+        # Outside every guard: an error of the training is the user's to see.
+        result = self._original(optimizer, *args, **kwargs)
+        watch.after_scaler_step(num_ended)
+        return result
+
+    def remove(self) -> None:
+        """Give the scaler its method back; if another wrapper sits on top, only stop looking."""
+        self._watch = None
+        if vars(self._scaler).get("step") is not self:
+            return
+        if self._had_own:
+            self._scaler.step = self._original
+        else:
+            del self._scaler.step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (self._scaler, "step"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._scaler))
+        return self._original if copied is None else type(copied).step.__get__(copied)
