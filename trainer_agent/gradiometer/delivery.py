@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-from gradiometer import spool, uplink
+from gradiometer import last_words, spool, uplink
 from gradiometer.guard import Guard
+from gradiometer.last_words import LastWords
 from gradiometer.settings import Settings
 
 _log: Final = logging.getLogger(__name__)
@@ -56,6 +57,18 @@ class Delivery:
             # Somebody may have killed it; the lock in the attempt's folder keeps a second one from starting.
             self._ensured_s = now_s
             self._guard.tolerate("uplink", self._ensure)
+
+    def leave(self, words: LastWords) -> bool:
+        """The process ends by itself: leave it to the uplink to say how; False if there is none that would."""
+        if not self._online:
+            return False
+        try:
+            if not uplink.is_running(self._writer.attempt_directory):
+                return False
+            last_words.write(self.directory, words)
+        except (OSError, spool.SpoolError):
+            return False
+        return True
 
     def finish(self, due_s: float) -> None:
         """Wait for the delivery of everything until `due_s` (monotonic), else say what remains."""

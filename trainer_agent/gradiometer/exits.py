@@ -1,7 +1,7 @@
 """Learns how the training process ends, and leaves everything else about its end as it was.
 
 An exception that nobody caught, `sys.exit(code)`, a normal end, SIGTERM, a fork, a crash of the interpreter: each is
-told to the run once. Exit codes, tracebacks and signals reach whoever started the process unchanged.
+told to the run once. Which code an orderly end has is a guess, because `raise SystemExit(code)` runs no hook. Exit codes, tracebacks and signals reach whoever started the process unchanged.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Ending(Protocol):
         """An exception ends the process."""
         ...
 
-    def end(self, code: int | None, signal_name: str | None) -> None:
-        """The process ends now."""
+    def end(self, code: int | None, signal_name: str | None, *, guessed: bool = False) -> None:
+        """The process ends now; `guessed`: perhaps with another code."""
         ...
 
     def abandon(self) -> None:
@@ -45,6 +45,7 @@ class ProcessExits:
         self._ending = ending
         self._fault_path = fault_log
         self._code: int | None = 0
+        self._guessed = True
         self._removers: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -68,13 +69,13 @@ class ProcessExits:
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        self._ending.end(self._code, None)
+        self._ending.end(self._code, None, guessed=self._guessed)
 
     def _wrap_excepthook(self) -> None:
         previous = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-            self._code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            self._code, self._guessed = (130 if issubclass(kind, KeyboardInterrupt) else 1), False
             self._ending.note_exception(error)
             previous(kind, error, where)
 
@@ -87,11 +88,11 @@ class ProcessExits:
         self._removers.append(restore)
 
     def _wrap_exit(self) -> None:
-        # No hook runs for SystemExit, and atexit cannot see the code.
+        # No hook runs for SystemExit, and atexit cannot see the code. Somebody may catch it.
         previous = sys.exit
 
         def exit_noting(status: Any = None, /) -> Any:
-            self._code = exit_code_of(status)
+            self._code, self._guessed = exit_code_of(status), True
             previous(status)
 
         sys.exit = exit_noting
@@ -148,7 +149,7 @@ class _Nobody:
     def note_exception(self, error: BaseException) -> None:
         """Nothing."""
 
-    def end(self, code: int | None, signal_name: str | None) -> None:
+    def end(self, code: int | None, signal_name: str | None, *, guessed: bool = False) -> None:
         """Nothing."""
 
     def abandon(self) -> None:

@@ -22,6 +22,7 @@ from gradiometer.drops import Drops
 from gradiometer.feeder import Feeder
 from gradiometer.guard import Guard
 from gradiometer.handle import Handle
+from gradiometer.last_words import LastWords
 from gradiometer.reports import EventReport, Report, ScalarReport
 
 if TYPE_CHECKING:
@@ -147,9 +148,8 @@ class Run(Handle):
         self._exits.install()
         exits.abandon_after_fork(self)
         if self._identity.rank == 0:
-            where = (
-                self.url if self._settings.mode == "online" else f"offline, spool {writer.attempt_directory}"
-            )
+            online = self._settings.mode == "online"
+            where = self.url if online else f"offline, spool {writer.attempt_directory}"
             sys.stderr.write(f"gradiometer: run {self.id} ({where})\n")
 
     @property
@@ -234,10 +234,10 @@ class Run(Handle):
         """
         code = exits.exit_code_of(exit_code)
         reason = "finish" if code == 0 else "failed"
-        if not isinstance(deadline_s, (int, float)) or deadline_s != deadline_s:
-            # A mistake here must not leave the run open.
-            deadline_s = DEADLINE_S
-        self._guard.tolerate("finish", self._close, code, None, reason, deadline_s)
+        # A mistake here must not leave the run open.
+        valid = isinstance(deadline_s, (int, float)) and deadline_s == deadline_s
+        due_s = time.monotonic() + max(0.0, deadline_s if valid else DEADLINE_S)
+        self._guard.tolerate("finish", self._close, code, None, reason, due_s, False)
 
     def __enter__(self) -> Self:
         return self
@@ -245,10 +245,8 @@ class Run(Handle):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if error is None:
-            self.finish()
-        elif isinstance(error, SystemExit):
-            self.finish(exits.exit_code_of(error.code))
+        if error is None or isinstance(error, SystemExit):
+            self.finish(0 if error is None else exits.exit_code_of(error.code))
         else:
             self.note_exception(error)
             self.finish(1)
@@ -262,11 +260,11 @@ class Run(Handle):
             "exception", lambda: self._event("exception", exits.exception_attributes(error), essential=True)
         )
 
-    def end(self, code: int | None, signal_name: str | None) -> None:
-        """The process ends."""
-        deadline_s = DEADLINE_S if signal_name is None else _SIGNAL_DEADLINE_S
+    def end(self, code: int | None, signal_name: str | None, *, guessed: bool = False) -> None:
+        """The process ends; `guessed`: perhaps with another code."""
+        due_s = time.monotonic() + (DEADLINE_S if signal_name is None else _SIGNAL_DEADLINE_S)
         reason = "exit" if signal_name is None else "signal"
-        self._guard.tolerate("finish", self._close, code, signal_name, reason, deadline_s)
+        self._guard.tolerate("finish", self._close, code, signal_name, reason, due_s, guessed)
 
     def abandon(self) -> None:
         """This is a forked child (a DataLoader worker): the run belongs to the parent."""
@@ -379,22 +377,23 @@ class Run(Handle):
     def _part_failed(self, part: str, error: Exception) -> None:
         self._unavailable(part, f"the agent failed: {error!r}"[:1000])
 
-    def _close(self, code: int | None, signal_name: str | None, reason: str, deadline_s: float) -> None:
+    def _close(self, code: int | None, killer: str | None, reason: str, due_s: float, guessed: bool) -> None:
         global _current
         feeder, delivery = self._feeder, self._delivery
         if feeder is None or delivery is None:
             return
-        due_s = time.monotonic() + max(0.0, deadline_s)
         for watch in self._watches:
             self._guard.tolerate("finish", watch.close)
-        attributes = {"code": code, "signal": signal_name, "inferred": False, "reason": reason}
-        self._event("exit", attributes, essential=True)
+        # Only the uplink sees the code of an interpreter that ends by itself.
+        if reason != "exit" or not delivery.leave(LastWords(code=code, guessed=guessed)):
+            told = {"code": code, "signal": killer, "inferred": guessed, "reason": reason}
+            self._event("exit", told, essential=True)
         self._feeder = None
         if _current is self:
             _current = None
         if self._exits is not None:
             self._exits.remove()
         if not feeder.close(due_s - time.monotonic()):
-            _log.warning("gradiometer: the last reports were not written within %.1f s.", deadline_s)
+            _log.warning("gradiometer: the last reports were not written in time.")
             return
         delivery.finish(due_s)

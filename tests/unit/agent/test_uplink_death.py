@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gradiometer import process
+from gradiometer import last_words, process
+from gradiometer.last_words import LastWords
 from gradiometer.uplink import death
 from gradiometer.uplink.death import TrainerWatch
 
@@ -34,8 +35,8 @@ def started(trainer: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
     return trainer
 
 
-def watch(trainer: subprocess.Popen[bytes], fault_log: Path = Path("/nonexistent")) -> TrainerWatch:
-    return TrainerWatch(pid=trainer.pid, start=process.start_mark(trainer.pid), fault_log=fault_log)
+def watch(trainer: subprocess.Popen[bytes], directory: Path = Path("/nonexistent")) -> TrainerWatch:
+    return TrainerWatch(pid=trainer.pid, start=process.start_mark(trainer.pid), directory=directory)
 
 
 def wait_dead(pidfd: int | None) -> None:
@@ -95,11 +96,38 @@ def dead_pid() -> tuple[int, str]:
 
 def test_a_process_that_died_before_the_watch_leaves_sigkill_to_infer(tmp_path: Path) -> None:
     pid, mark = dead_pid()
-    watched = TrainerWatch(pid=pid, start=mark, fault_log=tmp_path / "fault.log")
+    watched = TrainerWatch(pid=pid, start=mark, directory=tmp_path)
     assert watched.pidfd is None
     assert not watched.alive()
     ending = watched.ending()
     assert (ending.code, ending.signal, ending.inferred) == (None, "SIGKILL", True)
+
+
+@pytest.mark.parametrize(("code", "guessed"), [(3, True), (1, False), (None, True)])
+def test_last_words_are_better_than_elimination(code: int | None, guessed: bool, tmp_path: Path) -> None:
+    pid, mark = dead_pid()
+    last_words.write(tmp_path, LastWords(code=code, guessed=guessed))
+    ending = TrainerWatch(pid=pid, start=mark, directory=tmp_path).ending()
+    assert (ending.code, ending.signal, ending.inferred) == (code, None, guessed)
+    assert "expected" in ending.reason
+
+
+def test_the_kernel_knows_better_than_last_words(tmp_path: Path) -> None:
+    last_words.write(tmp_path, LastWords(code=0, guessed=True))
+    trainer = started(sleeper())
+    watched = watch(trainer, tmp_path)
+    trainer.kill()
+    wait_dead(watched.pidfd)
+    ending = watched.ending()
+    assert (ending.code, ending.signal, ending.inferred) == (None, "SIGKILL", False)
+    trainer.wait()
+    watched.close()
+
+
+def test_damaged_last_words_say_nothing(tmp_path: Path) -> None:
+    assert last_words.read(tmp_path) is None
+    (tmp_path / "last_words.json").write_bytes(b'{"code": "x"}')
+    assert last_words.read(tmp_path) is None
 
 
 FAULTS = [
@@ -118,13 +146,13 @@ def test_what_faulthandler_wrote_is_better_than_elimination(fault: str, name: st
     trainer = subprocess.Popen([sys.executable, "-c", program])
     pid = trainer.pid
     trainer.wait()
-    ending = TrainerWatch(pid=pid, start="an earlier process", fault_log=log).ending()
+    ending = TrainerWatch(pid=pid, start="an earlier process", directory=tmp_path).ending()
     assert (ending.signal, ending.inferred) == (name, True)
 
 
 def test_a_pid_that_changed_hands_is_not_the_trainer(tmp_path: Path) -> None:
     # This process stands for the one that got the dead trainer's pid.
-    watched = TrainerWatch(pid=os.getpid(), start="boot:1", fault_log=tmp_path / "fault.log")
+    watched = TrainerWatch(pid=os.getpid(), start="boot:1", directory=tmp_path)
     assert not watched.alive()
     assert watched.pidfd is None
     assert watched.ending().inferred
@@ -164,7 +192,7 @@ def test_the_oom_killer_is_named_when_its_counter_rose(
     watched = TrainerWatch(
         pid=trainer.pid,
         start=process.start_mark(trainer.pid),
-        fault_log=tmp_path / "fault.log",
+        directory=tmp_path,
         oom_file=events,
     )
     trainer.kill()

@@ -16,7 +16,7 @@ from typing import Final
 from gradiometer.spool import SpoolError, read_acked
 from gradiometer.uplink.state import LOG, Lock, read_state, wake
 
-__all__ = ["UplinkError", "ensure_running", "wait_delivered", "wake"]
+__all__ = ["UplinkError", "ensure_running", "is_running", "wait_delivered", "wake"]
 
 _START_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.01
@@ -36,7 +36,7 @@ def ensure_running(attempt_directory: Path, *, url: str, token: str | None) -> N
         UplinkError: it did not start; says why and what to do.
         SpoolError: the folder cannot be locked.
     """
-    if Lock(attempt_directory).is_held():
+    if is_running(attempt_directory):
         return
     command = [
         sys.executable,
@@ -69,6 +69,11 @@ def ensure_running(attempt_directory: Path, *, url: str, token: str | None) -> N
         raise UplinkError(_failed(str(error), log)) from error
     if code != 0:
         raise UplinkError(_failed(f"exit code {code}", log))
+
+
+def is_running(attempt_directory: Path) -> bool:
+    """Whether this attempt has an uplink on this node now; raises `SpoolError` if its folder cannot be locked."""
+    return Lock(attempt_directory).is_held()
 
 
 def _environment(token: str | None) -> dict[str, str]:

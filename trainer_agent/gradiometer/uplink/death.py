@@ -4,7 +4,8 @@ On Linux a pidfd becomes readable at the death. The status comes, in this order,
   1. `PIDFD_GET_INFO` with `PIDFD_INFO_EXIT` (kernel 6.15 and later): also after the parent has reaped the process;
   2. the exit code in `/proc/<pid>/stat`, while the parent has not;
   3. the log of `faulthandler`, for signals that the interpreter itself could see;
-  4. elimination: `SIGKILL` is the one end that leaves no trace, so it is inferred and marked as such.
+  4. what the trainer itself expected when its interpreter ended;
+  5. elimination: `SIGKILL` is the one end that leaves no trace, so it is inferred and marked as such.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from gradiometer import process
+from gradiometer import last_words, process
 
 _PIDFD_INFO: Final = struct.Struct("<QQ11Ii")
 """`struct pidfd_info`, version 0: mask, cgroup id, eleven ids, exit code."""
@@ -57,12 +58,12 @@ class TrainerWatch:
     Args:
         pid: the process that writes the spool.
         start: its `process.start_mark`; None if it could not be read.
-        fault_log: where `faulthandler` of that process writes.
+        directory: the rank's folder, with the log of that process's `faulthandler` and its last words.
         oom_file: counts the kernel's OOM kills around it; by default found by its cgroup.
     """
 
-    def __init__(self, *, pid: int, start: str | None, fault_log: Path, oom_file: Path | None = None) -> None:
-        self._pid, self._start, self._fault_log = pid, start, fault_log
+    def __init__(self, *, pid: int, start: str | None, directory: Path, oom_file: Path | None = None) -> None:
+        self._pid, self._start, self._directory = pid, start, directory
         self._pidfd = _open_pidfd(pid)
         self._oom_file = oom_file or find_oom_file(pid)
         self._oom_kills = _count_oom_kills(self._oom_file)
@@ -86,9 +87,13 @@ class TrainerWatch:
         status = self._wait_status()
         if status is not None:
             return self._told_by_kernel(status)
-        fault = _fault_signal(self._fault_log)
+        fault = _fault_signal(self._directory / "fault.log")
         if fault is not None:
             return Ending(code=None, signal=fault, inferred=True, reason=f"faulthandler logged {fault}")
+        words = last_words.read(self._directory)
+        if words is not None:
+            reason = "what the trainer expected at its end; its exit status was not to be had"
+            return Ending(code=words.code, signal=None, inferred=words.guessed, reason=reason)
         reason = "the process vanished without a trace, as SIGKILL does; its exit status was not to be had"
         return Ending(
             code=None, signal="SIGKILL", inferred=True, reason=self._oom_reason("SIGKILL") or reason

@@ -45,7 +45,7 @@ class Source:
         self._was_alive = self.alive()
 
     def _watch(self, file: spool.SourceFile) -> TrainerWatch:
-        return TrainerWatch(pid=file.pid, start=file.process_start, fault_log=self.directory / "fault.log")
+        return TrainerWatch(pid=file.pid, start=file.process_start, directory=self.directory)
 
     @property
     def rank(self) -> int:
