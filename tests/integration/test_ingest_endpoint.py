@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 from gradiometer import wire
 from tests.support.eventually import eventually
 from tests.support.server import Server
-from tests.support.wire_client import WireClient
+from tests.support.wire_client import WireClient, exit_event
 
 COLUMNS = wire.encode(wire.ScalarSchema(schema_id=1, columns=(wire.Column(name="train/loss"),)))
 
@@ -55,6 +55,18 @@ def test_records_are_acknowledged_and_answered_by_rest_at_once_and_after_a_resta
         assert welcome.acked[0].seq == 3, "the agent goes on where it was"
         assert client.send(frame(3, 3.5)).rejected == (), "the schema survived"
         eventually(lambda: points(one, "r") == {1: 1.5, 2: 2.5, 3: 3.5}, what="all points")
+
+
+def test_the_exception_that_ended_a_run_is_named(one: Server) -> None:
+    attributes = {"type": "ValueError", "message": "boom", "traceback": "..."}
+    exception = wire.encode(wire.Event(kind="exception", time=1.8e9, step=1, attributes=attributes))
+    with WireClient(one.url, "r") as client:
+        client.hello()
+        client.send(COLUMNS, frame(1, 1.5), exception, exit_event(1))
+        run = eventually(lambda: (r := one.get("/runs/r"))["state"] == "failed" and r, what="it has failed")
+    assert run["exit"]["exception"] == "ValueError: boom"
+    assert run["exit"]["code"] == 1
+    assert one.get("/runs")["runs"][0]["exit"]["exception"] == "ValueError: boom"
 
 
 def test_a_bad_record_is_refused_counted_and_loses_nothing(one: Server) -> None:

@@ -105,6 +105,8 @@ def test_foreign_pages_can_neither_open_a_socket_nor_post(open_server: Server, o
     assert (status, problem["code"]) == (403, "origin_not_allowed")
     answer = httpx.post(open_server.url + "/api/v1/series/query", json={}, headers={"Origin": origin})
     assert (answer.status_code, answer.json()["code"]) == (403, "origin_not_allowed")
+    answer = httpx.get(open_server.url + "/api/v1/runs", headers={"Origin": origin})
+    assert (answer.status_code, answer.json()["code"]) == (403, "origin_not_allowed")
 
 
 @pytest.mark.parametrize("path", ["/api/v1/nope", "/runs/x", "/"])

@@ -19,7 +19,7 @@ export interface Run {
   tags: string[];
   notes: string;
   group: string | null;
-  exit: { code: number | null; signal: string | null; reason: string | null; inferred: boolean } | null;
+  exit: { code: number | null; signal: string | null; reason: string | null; inferred: boolean; exception: string | null } | null;
   latest: Record<string, WireFloat>;
   alerts: { firing: number; total: number };
   rejected_records: number;

@@ -40,6 +40,7 @@ class Exit(_Answer):
     signal: str | None = Field(description="signal that ended it, e.g. `SIGKILL`")
     reason: str = Field(description="in words")
     inferred: bool = Field(description="true: the agent saw the process gone rather than being told")
+    exception: str | None = Field(description="the exception that ended it, e.g. `ValueError: bad shape`")
 
 
 class AlertCounts(_Answer):

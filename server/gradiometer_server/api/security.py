@@ -108,8 +108,11 @@ class SecurityMiddleware:
                 remedy="Use localhost, or add the name to GRADIOMETER_ALLOWED_HOSTS and restart the server.",
             )
         origin = headers.get("origin")
-        checked = scope["type"] == "websocket" or scope["method"] not in _SAFE_METHODS
-        if checked and origin is not None and not same_origin(origin, hosts[0]):
+        # Only opening the page itself is anybody's: a link from another site leads there.
+        opens_page = (
+            scope["type"] == "http" and scope["method"] in _SAFE_METHODS and "/api/" not in scope["path"]
+        )
+        if not opens_page and origin is not None and not same_origin(origin, hosts[0]):
             return problem_response(
                 403,
                 code="origin_not_allowed",

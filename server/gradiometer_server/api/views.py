@@ -51,6 +51,7 @@ def exit_view(found: Mapping[str, Any] | None) -> Json | None:
         "signal": found.get("signal"),
         "reason": found.get("reason") or "",
         "inferred": bool(found.get("inferred")),
+        "exception": found.get("exception"),
     }
 
 

@@ -66,6 +66,7 @@ class RunOwner:
         self._tails = TailSet(database, run_key, loaded.series)
         self._judge = Judge(loaded.rule_states, loaded.memory.episodes)
         self._dropped = dict(loaded.memory.dropped)
+        self._exceptions: dict[int, str] = {}
         self._flushed: Mapping[int, int] = {one.spec.source_id: one.spec.folded_seq for one in loaded.sources}
         self._seen_late = 0
         self._touched_s = clock.monotonic_s()
@@ -198,8 +199,13 @@ class RunOwner:
         """Write what an event says about the run; whether it said something."""
         source_id = self._source_ids[event.attempt, event.rank]
         attributes = event.attributes
+        if event.kind == "exception":
+            # The exit event follows at once, and says that it was an exception but not which.
+            self._exceptions[source_id] = f"{attributes.get('type', '')}: {attributes.get('message', '')}"
+            return False
         if event.kind == "exit":
-            runs.set_exit(conn, self._run_key, source_id, attributes, event.time_s)
+            exception = self._exceptions.pop(source_id, None)
+            runs.set_exit(conn, self._run_key, source_id, attributes, event.time_s, exception=exception)
         elif event.kind == "unavailable":
             metric, reason = str(attributes.get("metric", "")), str(attributes.get("reason", ""))
             runs.add_unavailable(conn, self._run_key, metric, reason)

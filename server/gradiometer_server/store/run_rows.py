@@ -29,7 +29,7 @@ class SourceRow:
         ordinal: number of the attempt, from 1, given when the server first hears of it and never changed, because
             series and alerts refer to it. What is *latest* follows `attempt`, should an old launch be synced late.
         last_step: highest step folded so far.
-        exit: code, signal, reason, inferred; None while the source is open.
+        exit: code, signal, reason, inferred, exception; None while the source is open.
     """
 
     run_key: int

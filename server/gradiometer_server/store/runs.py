@@ -192,8 +192,20 @@ def _touch(conn: Connection, run_key: int, now_s: float) -> None:
     conn.execute(_HEARTBEAT, {"of_run": run_key, "now_s": now_s})
 
 
-def set_exit(conn: Connection, run_key: int, source_id: int, exit: Mapping[str, Any], now_s: float) -> None:
-    """How a source ended: `code`, `signal`, `reason`, `inferred`. Repeating it changes nothing; closes the source."""
+def set_exit(
+    conn: Connection,
+    run_key: int,
+    source_id: int,
+    exit: Mapping[str, Any],
+    now_s: float,
+    *,
+    exception: str | None = None,
+) -> None:
+    """How a source ended: `code`, `signal`, `reason`, `inferred`. Repeating it changes nothing; closes the source.
+
+    Args:
+        exception: the exception that ended it, as "Type: message".
+    """
     lock_run(conn, run_key)
     signal = exit.get("signal")
     kept = {
@@ -201,6 +213,7 @@ def set_exit(conn: Connection, run_key: int, source_id: int, exit: Mapping[str, 
         "signal": None if signal is None else str(signal)[:_MAX_SIGNAL_CHARS],
         "reason": str(exit.get("reason") or "")[:_MAX_TEXT_CHARS],
         "inferred": bool(exit.get("inferred")),
+        "exception": None if exception is None else exception[:_MAX_TEXT_CHARS],
     }
     open_source = _UPDATE_SOURCE.where(source.c.closed.is_(False))
     conn.execute(

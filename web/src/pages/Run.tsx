@@ -61,8 +61,9 @@ const endOf = (run: Run, now: number): number => run.finished_s ?? (run.state ==
 
 function howItEnded(run: Run): string | null {
   if (run.state === 'running' || run.state === 'finished' || !run.exit) return null;
-  const { signal, code, reason } = run.exit;
-  return [signal, code === null ? null : `exit code ${code}`, reason].filter(Boolean).join(' · ') || null;
+  const { signal, code, reason, exception } = run.exit;
+  const because = exception ?? (reason === run.state || reason === 'signal' || (signal && reason?.includes(signal)) ? null : reason);
+  return [signal, code === null ? null : `exit code ${code}`, because].filter(Boolean).join(' · ') || null;
 }
 
 function RunHeader({ model }: { model: RunModel }) {
