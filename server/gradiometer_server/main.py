@@ -41,6 +41,7 @@ from gradiometer_server.errors import NotFound, StoreUnavailable
 from gradiometer_server.fold.pipeline import FoldPipeline
 from gradiometer_server.ingest.endpoint import ingest_router
 from gradiometer_server.ingest.services import IngestServices
+from gradiometer_server.ingest.tally import Tally
 from gradiometer_server.live.endpoint import live_router
 from gradiometer_server.live.hub import Hub
 from gradiometer_server.live.states import StateWatcher
@@ -91,6 +92,7 @@ class _Parts:
         self.settings, self.clock = settings, clock
         self.reads = Reads(clock)
         self.hub = Hub(read_run=self._read_run, show_alert=alert_view, clock=clock)
+        self.tally = Tally()
         self.states = StateWatcher(read_running=self._read_running, publish=self.hub.publish)
         self._ingest: IngestServices | None = None
         self._live_limiter = anyio.CapacityLimiter(2)
@@ -126,6 +128,7 @@ class _Parts:
             clock=self.clock,
             publish=self.hub.publish,
             server_version=__version__,
+            tally=self.tally,
         )
 
     def ingest(self) -> IngestServices:
@@ -155,7 +158,7 @@ def _add_routes(app: FastAPI, parts: _Parts) -> None:
     api.include_router(ingest_router(parts.ingest), tags=["agents"])
     api.include_router(live_router(parts.hub, parts.clock))
     app.include_router(api)
-    app.include_router(health_router(parts.reads.check_ready))
+    app.include_router(health_router(parts.reads.check_ready, parts.tally.counts))
     app.include_router(docs_router(app, parts.settings.path_prefix))
     # Whatever no route answers is the page's; the router asks it last, so a wrong method is still a 405.
     app.router.default = page(parts.settings.static_dir)

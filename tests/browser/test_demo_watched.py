@@ -86,7 +86,8 @@ def test_a_fault_is_on_the_page_within_two_seconds(case: Case, page: Page, tmp_p
 
 
 def test_points_appear_while_it_trains(page: Page, tmp_path: Path) -> None:
-    with DemoProcess(tmp_path, "--steps", "150") as demo:
+    # Far more steps than are waited for: Ctrl-C ends it.
+    with DemoProcess(tmp_path, "--steps", "5000") as demo:
         page.goto(f"{demo.url}/runs/{demo.run_id}")
         first = eventually(lambda: _drawn(page, 5), 60, what="points of the loss are drawn")
         second = eventually(lambda: _drawn(page, len(first) + 20), 60, what="20 more points are drawn")

@@ -57,6 +57,26 @@ def test_records_are_acknowledged_and_answered_by_rest_at_once_and_after_a_resta
         eventually(lambda: points(one, "r") == {1: 1.5, 2: 2.5, 3: 3.5}, what="all points")
 
 
+def test_what_agents_get_wrong_is_counted_by_code(one: Server) -> None:
+    with WireClient(one.url, "r") as client:
+        client.hello()
+        client.send(COLUMNS, frame(1, 1.5))
+        client.post(COLUMNS, frame(1, 9.0), first_seq=1)
+        assert client.receive().seq == 2
+        client.post(frame(2, 2.5), first_seq=9)
+        assert client.receive().expected_seq == 3
+        assert client.send(frame(-1, 2.5)).rejected
+    with WireClient(one.url, "r") as stranger:
+        assert stranger.hello(protocol=99).code == "unknown_protocol"
+    counts = httpx.get(one.url + "/readyz").json()["ingest"]
+    assert counts["repeated_record"] == 2
+    assert counts["sequence_gap"] == 1
+    assert counts["unknown_protocol"] == 1
+    assert sum(counts.values()) == 5, counts
+    assert one.get("/runs/r")["rejected_records"] == 2, "the gap and the negative step"
+    assert points(one, "r") == {1: 1.5}
+
+
 def test_the_exception_that_ended_a_run_is_named(one: Server) -> None:
     attributes = {"type": "ValueError", "message": "boom", "traceback": "..."}
     exception = wire.encode(wire.Event(kind="exception", time=1.8e9, step=1, attributes=attributes))

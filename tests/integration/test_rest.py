@@ -81,7 +81,7 @@ def test_runs_and_what_they_are(one: Server) -> None:
     assert (run["id"], run["project"], run["state"], run["last_step"]) == (RUN, "p", "finished", STEPS)
     assert run["latest"]["train/loss"] == 2.0
     assert "_time" not in run["latest"]
-    assert run["exit"] == {"code": 0, "signal": None, "reason": "", "inferred": False}
+    assert run["exit"] == {"code": 0, "signal": None, "reason": "", "inferred": False, "exception": None}
     detail = one.get(path())
     schemas.RunDetail.model_validate(detail)
     assert detail["layouts"][0]["layers"] == ["embed", "head"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fastapi import APIRouter
 
@@ -11,11 +11,12 @@ from gradiometer_server.api.problems import Problem
 from gradiometer_server.api.schemas import Health, Readiness
 
 
-def health_router(check_ready: Callable[[], str]) -> APIRouter:
+def health_router(check_ready: Callable[[], str], tally: Callable[[], Mapping[str, int]]) -> APIRouter:
     """Both routes.
 
     Args:
         check_ready: returns the database's revision; raises a `GradiometerError` when the server cannot serve. Blocks.
+        tally: what agents got wrong so far, by code.
     """
     router = APIRouter(tags=["health"])
 
@@ -27,6 +28,6 @@ def health_router(check_ready: Callable[[], str]) -> APIRouter:
     @router.get("/readyz", responses={503: {"model": Problem}})
     def readyz() -> Readiness:
         """Whether the database answers and its tables are those of this version."""
-        return Readiness(status="ready", revision=check_ready())
+        return Readiness(status="ready", revision=check_ready(), ingest=dict(tally()))
 
     return router

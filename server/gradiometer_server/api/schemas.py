@@ -269,3 +269,6 @@ class Readiness(_Answer):
 
     status: Literal["ready"]
     revision: str
+    ingest: dict[str, int] = Field(
+        description="what agents got wrong since the process started, by code; `repeated_record` is usual"
+    )

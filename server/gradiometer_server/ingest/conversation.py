@@ -22,6 +22,7 @@ from gradiometer_server.fold.batch import Batch
 from gradiometer_server.ingest.checks import KnownSchema, known_schema, status_fault
 from gradiometer_server.ingest.services import IngestServices
 from gradiometer_server.ingest.session import Accepted, Session, SourceName, problem_of
+from gradiometer_server.ingest.tally import REPEATED
 from gradiometer_server.store import log, runs
 from gradiometer_server.store.log import Busy
 
@@ -98,7 +99,7 @@ class Conversation:
             try:
                 pending.append(await self._submit(message))
             except ProtocolError as error:
-                answers.append(self._problem(error, source))
+                answers.append(await self._refused(error, source))
                 # What follows in the same breath was sent before the agent could know.
                 failed.add(source)
         failed.clear()
@@ -111,6 +112,9 @@ class Conversation:
     async def _submit(self, message: wire.Records) -> _Pending:
         """Check a message and queue it; waits while the log is full, which stops the reading from this agent."""
         accepted = self._session.records(message)
+        self._services.tally.add(REPEATED, accepted.num_repeated)
+        for rejection in accepted.rejected:
+            self._services.tally.add(rejection.code)
         source_id = self._source_ids[accepted.rank, accepted.attempt]
         rows = [(seq, data) for seq, data, _ in accepted.entries]
         while True:
@@ -222,8 +226,16 @@ class Conversation:
         with self._services.database.write() as conn:
             runs.count_rejected(conn, self._run_key, len(reasons), reasons[-1])
 
-    def _problem(self, error: ProtocolError, source: SourceName) -> wire.Problem:
-        return problem_of(error, source=source, expected_seq=self._session.expected_seq(source))
+    async def _refused(self, error: ProtocolError, source: SourceName) -> wire.Problem:
+        """Count and log a message out of sequence, and tell the agent where to go on."""
+        problem = problem_of(error, source=source, expected_seq=self._session.expected_seq(source))
+        logger.warning("an agent's records were refused (%s): %s", error.code, error.message)
+        self._services.tally.add(error.code)
+        try:
+            await self.refuse(f"{error.message}. {error.remedy}.")
+        except StoreUnavailable:
+            logger.warning("a refused message was not counted on its run: the store is not available")
+        return problem
 
 
 def _known_schemas(records: Sequence[tuple[int, bytes]]) -> dict[int, KnownSchema]:

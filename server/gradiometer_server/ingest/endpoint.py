@@ -52,8 +52,13 @@ def ingest_router(services: Callable[[], IngestServices]) -> APIRouter:
     async def ingest_post(request: Request) -> Response:
         """Body: msgpack `Batch`; answer: msgpack `BatchResult`, or a `Problem` with a status of 400, 413 or 503."""
         try:
-            return _packed(200, await _answer_batch(Conversation(services()), await _read_body(request)))
+            found = services()
+        except StoreUnavailable as error:
+            return _packed(503, unavailable_problem(error))
+        try:
+            return _packed(200, await _answer_batch(Conversation(found), await _read_body(request)))
         except ProtocolError as error:
+            found.tally.add(error.code)
             return _packed(413 if error.code == "message_too_large" else 400, problem_of(error))
         except StoreUnavailable as error:
             return _packed(503, unavailable_problem(error))
@@ -134,6 +139,7 @@ class _Connection:
     def __init__(self, socket: WebSocket, services: IngestServices) -> None:
         self._socket = socket
         self._conversation = Conversation(services)
+        self._tally = services.tally
         self._inbox = Inbox(limit_bytes=WINDOW_BYTES)
         self._fault: ProtocolError | None = None
 
@@ -219,6 +225,7 @@ class _Connection:
         if error is None:
             return
         logger.warning("an agent was refused (%s): %s", error.code, error.message)
+        self._tally.add(error.code)
         await self._count(error.message)
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             await self._socket.send_bytes(wire.encode(problem_of(error)))

@@ -29,6 +29,7 @@ class Accepted:
         first_seq: number of the first record that was new; `last_seq`: of the last one, also if it was refused.
         rejected: refused records among them.
         num_bytes: size of the entries.
+        num_repeated: records of the message that were there already.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Accepted:
     entries: tuple[tuple[int, bytes, wire.Record], ...]
     rejected: tuple[wire.Rejection, ...]
     num_bytes: int
+    num_repeated: int = 0
 
     def ack(self) -> wire.Ack:
         """The answer, to be sent after the commit."""
@@ -134,6 +136,7 @@ class Session:
             entries=tuple(entries),
             rejected=tuple(rejected),
             num_bytes=sum(len(data) for _, data, _ in entries),
+            num_repeated=len(message.records) - len(fresh),
         )
 
     def forget(self, source: SourceName) -> None:
