@@ -16,6 +16,7 @@ from gradiometer.settings import Settings
 _log: Final = logging.getLogger(__name__)
 
 _ENSURE_EVERY_S: Final = 10.0
+_LOOK_EVERY_S: Final = 3.0
 
 
 class Delivery:
@@ -31,14 +32,15 @@ class Delivery:
         self._rank = rank
         self._guard = guard
         self._online = settings.mode == "online"
-        self._ensured_s = 0.0
+        self._ensured_s = self._looked_s = 0.0
+        self._told: set[str] = set()
         self._ensuring = threading.Lock()
         self.directory: Path = writer.directory
 
     def start(self) -> None:
         """Make sure that the node's uplink runs."""
         if self._online:
-            self._ensured_s = time.monotonic()
+            self._ensured_s = self._looked_s = time.monotonic()
             self._guard.tolerate("uplink", self._ensure)
 
     def _ensure(self) -> None:
@@ -57,6 +59,18 @@ class Delivery:
             # Somebody may have killed it; the lock in the attempt's folder keeps a second one from starting.
             self._ensured_s = now_s
             self._guard.tolerate("uplink", self._ensure)
+        if now_s - self._looked_s > _LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._guard.tolerate("uplink", self._tell_trouble)
+
+    def _tell_trouble(self) -> None:
+        """Warn once of each thing that keeps the records here: the uplink itself has no terminal."""
+        trouble = uplink.trouble(self._writer.attempt_directory)
+        if trouble and trouble not in self._told:
+            self._told.add(trouble)
+            _log.warning(
+                "gradiometer: not delivered yet: %s Training goes on; the records wait in the spool.", trouble
+            )
 
     def leave(self, words: LastWords) -> bool:
         """The process ends by itself: leave it to the uplink to say how; False if there is none that would."""
@@ -81,11 +95,12 @@ class Delivery:
             "uplink", uplink.wait_delivered, self._writer.attempt_directory, self._rank, seq, left_s
         )
         if not delivered:
+            trouble = self._guard.tolerate("uplink", uplink.trouble, self._writer.attempt_directory)
             remaining = max(0, seq - spool.read_acked(self.directory))
             _log.warning(
-                "gradiometer: %d records are still in the spool at %s. They are sent as soon as %s answers; "
+                "gradiometer: %d records are still in the spool at %s. %s They are sent as soon as that is mended; "
                 "`gradiometer sync` sends them too.",
                 remaining,
                 self.directory,
-                self._settings.url,
+                trouble or f"{self._settings.url} has not taken them yet.",
             )

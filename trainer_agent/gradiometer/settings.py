@@ -73,6 +73,7 @@ def resolve(
     """
     given_id = run_id or _env("RUN_ID")
     _check_resume(resume, given_id)
+    _check_limits()
     return Settings(
         project=_identifier("project", project or _env("PROJECT") or DEFAULT_PROJECT),
         name=None if name is None else _text("name", name),
@@ -88,6 +89,15 @@ def resolve(
         spool=Path(spool_path).expanduser() if spool_path is not None else spool.default_root(),
         start_step=_start_step(start_step),
     )
+
+
+def _check_limits() -> None:
+    """What only the spool and the uplink read, checked where somebody can still see the answer."""
+    try:
+        spool.max_bytes_from_environment()
+        spool.linger_from_environment()
+    except spool.SpoolError as error:
+        raise ValueError(str(error)) from error
 
 
 def _env(name: str) -> str | None:

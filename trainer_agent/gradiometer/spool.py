@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024
+LINGER_S: Final = 86400.0
 DEFAULT_MAX_BYTES: Final = 4 * 1024**3
 ESSENTIAL_RESERVE_BYTES: Final = 1024 * 1024
 """What essential records (how a run ended, what was dropped) may use beyond the limit."""
@@ -91,6 +92,18 @@ def max_bytes_from_environment() -> int:
     if limit_bytes <= 0:
         raise SpoolError(f"GRADIOMETER_SPOOL_MAX_BYTES is {text!r}: set it to a positive number of bytes.")
     return limit_bytes
+
+
+def linger_from_environment() -> float:
+    """`GRADIOMETER_LINGER_S`; raises `SpoolError` if it is not a number of seconds."""
+    text = os.environ.get("GRADIOMETER_LINGER_S", "")
+    try:
+        linger_s = float(text) if text else LINGER_S
+    except ValueError:
+        linger_s = -1.0
+    if not linger_s >= 0.0:
+        raise SpoolError(f"GRADIOMETER_LINGER_S is {text!r}: set it to a number of seconds, 0 or more.")
+    return linger_s
 
 
 def open_source(root: Path, run: wire.RunInfo, source: wire.SourceInfo) -> SpoolWriter:

@@ -16,7 +16,7 @@ from typing import Final
 from gradiometer.spool import SpoolError, read_acked
 from gradiometer.uplink.state import LOG, Lock, read_state, wake
 
-__all__ = ["UplinkError", "ensure_running", "is_running", "wait_delivered", "wake"]
+__all__ = ["UplinkError", "ensure_running", "is_running", "trouble", "wait_delivered", "wake"]
 
 _START_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.01
@@ -74,6 +74,12 @@ def ensure_running(attempt_directory: Path, *, url: str, token: str | None) -> N
 def is_running(attempt_directory: Path) -> bool:
     """Whether this attempt has an uplink on this node now; raises `SpoolError` if its folder cannot be locked."""
     return Lock(attempt_directory).is_held()
+
+
+def trouble(attempt_directory: Path) -> str:
+    """What keeps the uplink from delivering, where, and what to do; empty if nothing does."""
+    state = read_state(attempt_directory)
+    return "" if state is None else state.last_error
 
 
 def _environment(token: str | None) -> dict[str, str]:

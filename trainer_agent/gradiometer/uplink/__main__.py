@@ -55,7 +55,8 @@ def _run(directory: Path, url: str, ready: Callable[[], None]) -> int:
             ready()
             return 0
         # Not at the top: a launcher, and a process that finds the lock taken, need no WebSocket client.
-        from gradiometer.uplink.sidecar import Options, Uplink, linger_from_environment
+        from gradiometer.spool import linger_from_environment
+        from gradiometer.uplink.sidecar import Options, Uplink
         from gradiometer.uplink.transport import check_url
 
         _log_to(directory / LOG)

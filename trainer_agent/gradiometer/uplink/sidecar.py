@@ -36,7 +36,6 @@ from gradiometer.uplink.state import (
 
 logger = logging.getLogger(__name__)
 
-LINGER_S: Final = 86400.0
 _TICK_S: Final = 0.25
 _TICK_WITHOUT_SOCKET_S: Final = 0.05
 _SHORTEST_TICK_S: Final = 0.02
@@ -55,21 +54,9 @@ class Options:
         give_up_s: with `drain`, how long to go on without an acknowledgement.
     """
 
-    linger_s: float = LINGER_S
+    linger_s: float = spool.LINGER_S
     drain: bool = False
     give_up_s: float = 10.0
-
-
-def linger_from_environment() -> float:
-    """`GRADIOMETER_LINGER_S`; raises `SpoolError` if it is not a number of seconds."""
-    text = os.environ.get("GRADIOMETER_LINGER_S", "")
-    try:
-        linger_s = float(text) if text else LINGER_S
-    except ValueError:
-        linger_s = -1.0
-    if not linger_s >= 0.0:
-        raise SpoolError(f"GRADIOMETER_LINGER_S is {text!r}: set it to a number of seconds, 0 or more.")
-    return linger_s
 
 
 class Uplink:
