@@ -117,9 +117,3 @@ def test_the_pinned_memory_of_a_readback_is_in_host_memory(monkeypatch, default_
     values = torch.tensor([1.0, 2.5], device="cpu")
     assert readback.CudaReadback(values).values().tolist() == [1.0, 2.5]
     assert made == [True]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("default_device", ["cuda"], indirect=True)
-def test_a_readback_under_cuda_as_the_default_device(default_device):
-    assert readback.CudaReadback(torch.tensor([1.0, 2.5])).values().tolist() == [1.0, 2.5]
