@@ -177,3 +177,15 @@ def test_drag_zooms_every_chart_and_double_click_returns_to_live(
     page.mouse.dblclick(box["x"] + box["width"] * 0.45, box["y"] + 80)
     eventually(lambda: layout(page, "grad/norm")["range"][1] >= 5000, 10)
     assert "from=" not in page.url
+
+
+def test_a_page_opened_before_the_run_shows_it_once_it_reports(
+    server: Callable[..., Server], page: Page
+) -> None:
+    one = server()
+    page.goto(f"{one.url}/runs/early")
+    expect(page.locator("[role=alert]")).to_be_visible()
+    client = begin_run(one.url, "early", NAMES)
+    send_scalars(client, NAMES, 1, 20, smooth)
+    wait_for_step(page, "train/loss", 20)
+    client.close()

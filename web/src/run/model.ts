@@ -85,10 +85,12 @@ export class RunModel {
 
   private opened(again: boolean): void {
     this.store.catchUp();
-    if (again) void this.refresh();
+    if (again || this.error.value) void this.refresh();
   }
 
   private receive(message: LiveMessage): void {
+    // Opened a moment before the run's first report, the page was told that there is no such run; now there is.
+    if (!this.ready.value && this.listTimer === undefined) this.refreshSoon();
     if (message.type === 'points') this.takePoints(message);
     else if (message.type === 'alert') this.takeAlert(message.alert);
     else if (message.type === 'run') this.takeRun({ ...this.run.value, ...message.run } as RunDetail);
@@ -151,6 +153,6 @@ export class RunModel {
 
   private refreshSoon(): void {
     clearTimeout(this.listTimer);
-    this.listTimer = setTimeout(() => void this.refresh(), LIST_DELAY_MS);
+    this.listTimer = setTimeout(() => { this.listTimer = undefined; void this.refresh(); }, LIST_DELAY_MS);
   }
 }
