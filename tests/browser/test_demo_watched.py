@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from playwright.sync_api import Page
 
+from tests.browser.dashboard import trace
 from tests.support.demo_process import DemoProcess
 from tests.support.eventually import eventually
 
@@ -62,7 +62,6 @@ CASES = [
 def test_a_fault_is_on_the_page_within_two_seconds(case: Case, page: Page, tmp_path: Path) -> None:
     arguments = ["--steps", str(case.steps), "--break", case.fault, "--break-at", str(BREAK_AT)]
     with DemoProcess(tmp_path, *arguments) as demo:
-        eventually(lambda: _is_known(demo), 60, what="the server knows the run")
         page.goto(f"{demo.url}/runs/{demo.run_id}")
         page.evaluate(WATCH_ALERTS)
         demo.wait_for_the_end_of_training()
@@ -86,8 +85,24 @@ def test_a_fault_is_on_the_page_within_two_seconds(case: Case, page: Page, tmp_p
         assert demo.interrupt() == 0, demo.output
 
 
-def _is_known(demo: DemoProcess) -> bool:
-    return httpx.get(f"{demo.url}/api/v1/runs/{demo.run_id}", timeout=30).status_code == 200
+def test_points_appear_while_it_trains(page: Page, tmp_path: Path) -> None:
+    # Far more steps than are waited for: Ctrl-C ends it.
+    with DemoProcess(tmp_path, "--steps", "5000") as demo:
+        page.goto(f"{demo.url}/runs/{demo.run_id}")
+        first = eventually(lambda: _drawn(page, 5), 60, what="points of the loss are drawn")
+        second = eventually(lambda: _drawn(page, len(first) + 20), 60, what="20 more points are drawn")
+        assert demo.get(f"/runs/{demo.run_id}")["state"] == "running"
+        assert "The training is over" not in demo.output
+        assert second[: len(first)] == first
+        assert max(step for step, _ in second) > max(step for step, _ in first)
+        assert demo.interrupt() == 0, demo.output
+
+
+def _drawn(page: Page, at_least: int) -> list[tuple[int, float]]:
+    """Points of the loss as drawn, if there are so many."""
+    drawn = trace(page, "train/loss", "mean")
+    points = list(zip(drawn["x"], drawn["y"], strict=True)) if drawn else []
+    return points if len(points) >= at_least else []
 
 
 def _shown(page: Page, alert: dict[str, Any]) -> str | None:

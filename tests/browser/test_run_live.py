@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from tests.browser.dashboard import (
 )
 from tests.support.eventually import eventually
 from tests.support.server import Server
-from tests.support.wire_client import frame, scalar_schema
+from tests.support.wire_client import WireClient, frame, scalar_schema
 
 pytestmark = pytest.mark.browser
 
@@ -188,4 +189,23 @@ def test_a_page_opened_before_the_run_shows_it_once_it_reports(
     client = begin_run(one.url, "early", NAMES)
     send_scalars(client, NAMES, 1, 20, smooth)
     wait_for_step(page, "train/loss", 20)
+    client.close()
+
+
+def test_a_run_that_reports_without_a_pause_gets_its_charts(server: Callable[..., Server], page: Page) -> None:
+    one = server()
+    client = WireClient(one.url, "young")
+    client.hello()
+    client.send(scalar_schema("other", schema_id=3))
+    page.goto(f"{one.url}/runs/young")
+    expect(page.locator("h1")).to_have_text("young")
+    client.send(scalar_schema(*NAMES))
+    steps = itertools.count(1)
+
+    def report_and_look() -> int:
+        step = next(steps)
+        send_scalars(client, NAMES, step, step, smooth)
+        return drawn_step(page, "train/loss")
+
+    eventually(report_and_look, 15, interval_s=0.03, what="a chart is drawn while steps keep coming")
     client.close()

@@ -2,7 +2,8 @@
 import { effect, signal, type Signal } from '@preact/signals';
 import { getFlow, toValue, type FlowAnswer } from '../api.ts';
 import { formatStep, formatValue } from '../format.ts';
-import { Latest, STATISTIC_LABELS, unitOfStatistic, type LayerView } from '../run/layers.ts';
+import { Latest } from '../latest.ts';
+import { STATISTIC_LABELS, unitOfStatistic, type LayerView } from '../run/layers.ts';
 import type { RunModel } from '../run/model.ts';
 import { curveColor, themeVersion, tokens } from '../theme.ts';
 import { tip, type TipLine } from '../ui/tip.tsx';

@@ -51,7 +51,7 @@ function Waiting({ model }: { model: RunModel }) {
       <h1 class="visually-hidden">Run</h1>
       <Empty title="This run could not be loaded">
         <p role="alert">{model.error.value}</p>
-        <p><button type="button" onClick={() => void model.refresh()}>Try again</button> <a href={runsHref()} onClick={followLink}>All runs</a></p>
+        <p><button type="button" onClick={() => model.refresh()}>Try again</button> <a href={runsHref()} onClick={followLink}>All runs</a></p>
       </Empty>
     </main>
   );

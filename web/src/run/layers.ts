@@ -1,4 +1,4 @@
-// What heat map and gradient flow share: the statistic, the step, and a fetch that never piles up.
+// What heat map and gradient flow share: the statistic and the step.
 import { computed, signal, type ReadonlySignal } from '@preact/signals';
 import type { Unit } from '../format.ts';
 
@@ -19,38 +19,5 @@ export class LayerView {
 
   constructor(newest: ReadonlySignal<number | null>) {
     this.newest = newest;
-  }
-}
-
-/** Runs `job` at most once at a time and once per `pauseMs`; calls in between become one more run at the end. */
-export class Latest {
-  private readonly job: () => Promise<void>;
-  private readonly pauseMs: number;
-  private running = false;
-  private wanted = false;
-  private stopped = false;
-
-  constructor(job: () => Promise<void>, pauseMs: number) {
-    this.job = job;
-    this.pauseMs = pauseMs;
-  }
-
-  call(): void {
-    this.wanted = true;
-    if (!this.running) void this.loop();
-  }
-
-  stop(): void {
-    this.stopped = true;
-  }
-
-  private async loop(): Promise<void> {
-    this.running = true;
-    while (this.wanted && !this.stopped) {
-      this.wanted = false;
-      await this.job();
-      if (this.pauseMs) await new Promise((resolve) => setTimeout(resolve, this.pauseMs));
-    }
-    this.running = false;
   }
 }

@@ -2,12 +2,14 @@
 import { batch, computed, signal } from '@preact/signals';
 import { getAlerts, getMetrics, getRun, querySeries, toNumber, toValue, type Alert, type Metric, type RunDetail } from '../api.ts';
 import type { Range } from '../charts/axis.ts';
+import { Latest } from '../latest.ts';
 import { subscribe, type LiveMessage, type PointsMessage } from '../live.ts';
 import { rangeFromUrl, rangeToUrl } from '../router.ts';
 import { SeriesStore } from './store.ts';
 import { SpeedMeter } from './speed.ts';
 
-const LIST_DELAY_MS = 150;
+/** A young run reports faster than this; its lists are read again no more often. */
+const REFRESH_PAUSE_MS = 150;
 
 export class RunModel {
   readonly id: string;
@@ -33,7 +35,7 @@ export class RunModel {
 
   private readonly meter = new SpeedMeter();
   private unsubscribe: (() => void) | null = null;
-  private listTimer: ReturnType<typeof setTimeout> | undefined;
+  private readonly refresher = new Latest(() => this.read(), REFRESH_PAUSE_MS);
   private attempts: number | null = null;
 
   constructor(id: string) {
@@ -54,16 +56,20 @@ export class RunModel {
       onMessage: (message) => this.receive(message),
       onOpen: (again) => this.opened(again),
     });
-    void this.refresh();
+    this.refresh();
   }
 
   stop(): void {
     this.unsubscribe?.();
-    clearTimeout(this.listTimer);
+    this.refresher.stop();
   }
 
-  /** Reads run, metrics and alerts again; curves keep what they have. */
-  async refresh(): Promise<void> {
+  /** Reads run, metrics and alerts again, soon; curves keep what they have. */
+  refresh(): void {
+    this.refresher.call();
+  }
+
+  private async read(): Promise<void> {
     try {
       const [run, metrics, alerts] = await Promise.all([getRun(this.id), getMetrics(this.id), getAlerts(this.id)]);
       batch(() => {
@@ -85,19 +91,19 @@ export class RunModel {
 
   private opened(again: boolean): void {
     this.store.catchUp();
-    if (again || this.error.value) void this.refresh();
+    if (again || this.error.value) this.refresh();
   }
 
   private receive(message: LiveMessage): void {
     // Opened a moment before the run's first report, the page was told that there is no such run; now there is.
-    if (!this.ready.value && this.listTimer === undefined) this.refreshSoon();
+    if (!this.ready.value) this.refresh();
     if (message.type === 'points') this.takePoints(message);
     else if (message.type === 'alert') this.takeAlert(message.alert);
     else if (message.type === 'run') this.takeRun({ ...this.run.value, ...message.run } as RunDetail);
-    else if (message.type === 'metrics') this.refreshSoon();
+    else if (message.type === 'metrics') this.refresh();
     else if (message.type === 'resync') {
       this.store.reload();
-      this.refreshSoon();
+      this.refresh();
     }
   }
 
@@ -108,7 +114,7 @@ export class RunModel {
     // A new attempt resumes from a checkpoint and rewrites steps: what was drawn of them is no longer true.
     if (this.attempts !== null && run.attempts > this.attempts) {
       this.store.reload();
-      this.refreshSoon();
+      this.refresh();
     }
     this.attempts = run.attempts;
   }
@@ -136,7 +142,7 @@ export class RunModel {
       }
       if (typeof message.layers_step === 'number') this.layersStep.value = message.layers_step;
     });
-    if (!known) this.refreshSoon();
+    if (!known) this.refresh();
   }
 
   private takeAlert(alert: Alert): void {
@@ -149,10 +155,5 @@ export class RunModel {
     if (last === null || (this.lastStep.value !== null && last <= this.lastStep.value)) return;
     this.lastStep.value = last;
     this.speed.value = this.meter.saw(last, performance.now() / 1000);
-  }
-
-  private refreshSoon(): void {
-    clearTimeout(this.listTimer);
-    this.listTimer = setTimeout(() => { this.listTimer = undefined; void this.refresh(); }, LIST_DELAY_MS);
   }
 }
