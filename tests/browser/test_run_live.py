@@ -192,7 +192,9 @@ def test_a_page_opened_before_the_run_shows_it_once_it_reports(
     client.close()
 
 
-def test_a_run_that_reports_without_a_pause_gets_its_charts(server: Callable[..., Server], page: Page) -> None:
+def test_a_run_that_reports_without_a_pause_gets_its_charts(
+    server: Callable[..., Server], page: Page
+) -> None:
     one = server()
     client = WireClient(one.url, "young")
     client.hello()
