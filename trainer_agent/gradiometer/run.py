@@ -24,11 +24,10 @@ from gradiometer.guard import Guard
 from gradiometer.handle import Handle
 from gradiometer.last_words import LastWords
 from gradiometer.reports import EventReport, Report, ScalarReport
+from gradiometer.watching import Watches
 
 if TYPE_CHECKING:
     import torch
-
-    from gradiometer.watch import StepClock, Watch
 
 _log: Final = logging.getLogger(__name__)
 
@@ -109,13 +108,17 @@ class Run(Handle):
         self.id = identity.run_id if identity is not None else ""
         self._settings = resolved
         self._identity = identity
-        self._start_step = self._next_step = resolved.start_step
-        self._logged_step = resolved.start_step
-        self._clock: StepClock | None = None
-        self._watches: list[Watch] = []
+        self._next_step = self._logged_step = resolved.start_step
         self._unavailable_told: set[tuple[str, str]] = set()
         self._drops = Drops()
         self._guard = Guard(self._part_failed)
+        self._watches = Watches(
+            start_step=resolved.start_step,
+            emit=self._put,
+            unavailable=self._unavailable,
+            mistaken=lambda metric, reason: self._unavailable(metric, reason, warn=True),
+            guard=self._guard,
+        )
         self._feeder: Feeder | None = None
         self._delivery: Delivery | None = None
         self._exits: exits.ProcessExits | None = None
@@ -165,7 +168,8 @@ class Run(Handle):
     @property
     def step(self) -> int:
         """The last completed optimizer step; without `watch`, the last step logged."""
-        return self._clock.step if self._clock is not None else self._logged_step
+        watched = self._watches.step
+        return self._logged_step if watched is None else watched
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -215,7 +219,7 @@ class Run(Handle):
             forward: also find the first module whose output held NaN or Inf. None: where it is known to be cheap.
         """
         if self._feeder is not None:
-            self._guard.tolerate("watch", self._watch, model, optimizer, scaler, name, forward)
+            self._guard.tolerate("watch", self._watches.add, model, optimizer, scaler, name, forward)
 
     def alert(self, title: str, text: str = "", severity: str = "warning") -> None:
         """Raise an alert of your own; severity: info, warning, error or critical. Never raises."""
@@ -270,9 +274,7 @@ class Run(Handle):
         """This is a forked child (a DataLoader worker): the run belongs to the parent."""
         self._feeder = None
         self._delivery = None
-        for watch in self._watches:
-            watch.abandon()
-        self._watches = []
+        self._watches.abandon()
         if self._exits is not None:
             self._exits.abandon()
 
@@ -293,9 +295,10 @@ class Run(Handle):
             self._put(ScalarReport(step=at, time=time.time(), scalars=reports.collected(found)))
 
     def _step_for(self, step: Any) -> int | None:
-        if step is None and self._watches:
-            return self._watches[0].step_of_log()
         if step is None:
+            watched = self._watches.step_of_log()
+            if watched is not None:
+                return watched
             step = self._next_step
         elif hasattr(step, "__index__") and not isinstance(step, bool):
             step = step.__index__()
@@ -304,42 +307,6 @@ class Run(Handle):
         valid: int = step
         self._logged_step, self._next_step = valid, valid + 1
         return valid
-
-    def _watch(self, model: Any, optimizer: Any, scaler: Any, name: str | None, forward: bool | None) -> None:
-        import torch
-
-        from gradiometer.capture import scaling
-        from gradiometer.watch import StepClock, Watch, unwrap_optimizer
-
-        inner = unwrap_optimizer(optimizer)
-        if not isinstance(model, torch.nn.Module) or not isinstance(inner, torch.optim.Optimizer):
-            kinds = f"{type(model).__name__} and {type(optimizer).__name__}"
-            self._unavailable(
-                "grad/norm", f"watch() needs a torch module and a torch optimizer, got {kinds}", warn=True
-            )
-            return
-        if any(watch.is_for(inner) for watch in self._watches):
-            _log.warning("gradiometer: watch() was called twice for one optimizer; the second is ignored.")
-            return
-        if not scaling.is_scaler(scaler):
-            kind = type(scaler).__name__
-            self._unavailable("scaler/scale", f"watch() needs torch's GradScaler, got {kind}", warn=True)
-            scaler = None
-        is_clock, clock = not self._watches, self._clock or StepClock(self._start_step)
-        watch = Watch(
-            model,
-            inner,
-            scaler,
-            clock=clock,
-            is_clock=is_clock,
-            name=values.encodable(str(name or "")) or ("" if is_clock else f"model{len(self._watches) + 1}"),
-            forward_probe=forward,
-            emit=self._put,
-            unavailable=self._unavailable,
-            guard=self._guard,
-        )
-        self._watches.append(watch)
-        self._clock = clock
 
     def _alert(self, title: str, text: str, severity: str) -> None:
         if severity not in SEVERITIES:
@@ -382,8 +349,7 @@ class Run(Handle):
         feeder, delivery = self._feeder, self._delivery
         if feeder is None or delivery is None:
             return
-        for watch in self._watches:
-            self._guard.tolerate("finish", watch.close)
+        self._watches.close()
         # Only the uplink sees the code of an interpreter that ends by itself.
         if reason != "exit" or not delivery.leave(LastWords(code=code, guessed=guessed)):
             told = {"code": code, "signal": killer, "inferred": guessed, "reason": reason}

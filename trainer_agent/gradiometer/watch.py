@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from gradiometer import wire
-from gradiometer.capture import clip, forward, memory, readback, scalars, scaling
+from gradiometer.capture import clip, forward, readback, scalars, scaling
 from gradiometer.capture.gradients import GradientReader, Partials, Witness
+from gradiometer.capture.observer import StepScalars, Watched, observers_of
 from gradiometer.capture.progress import NextStep
 from gradiometer.capture.readback import KnownReadback, Readback
 from gradiometer.guard import Guard
@@ -117,11 +118,21 @@ class Watch:
             self._probe = forward.ForwardProbe(model, self._guard, prefix)
         else:
             self._unavailable("nonfinite_activation", reason)
-        if self._device.type != "cuda":
-            for metric in memory.DEVICE_METRICS:
-                self._unavailable(
-                    metric, f"the model is on {self._device.type}: torch counts memory on CUDA only"
-                )
+        watched = Watched(
+            model=model,
+            optimizer=self._optimizer,
+            scaler=self._scaler,
+            device=self._device,
+            is_clock=self._is_clock,
+            name=self._name,
+            emit=self._put,
+            unavailable=self._unavailable,
+            guard=self._guard,
+        )
+        self._observers = observers_of(watched)
+
+    def _put(self, report: Report) -> None:
+        self._emit(report)
 
     def close(self) -> None:
         """Leave model, optimizer, scaler and torch as they were before."""
@@ -133,6 +144,9 @@ class Watch:
             self._scaler_step.remove()
         if self._probe is not None:
             self._probe.close()
+        for observer in self._observers:
+            self._guard.tolerate(observer.part, observer.close)
+        self._observers = []
         self._reset()
 
     def abandon(self) -> None:
@@ -140,6 +154,7 @@ class Watch:
         self._emit = lambda _report: None
         self._capture_part = self._step_part = ABANDONED
         self._guard.switch_off(ABANDONED)
+        self._observers = []
         if self._probe is not None:
             self._probe.close()
 
@@ -274,6 +289,8 @@ class Watch:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._unavailable("grad/layers", "the optimizer step runs inside a CUDA graph")
             return
+        for observer in self._observers:
+            self._guard.call(observer.part, observer.before_read)
         scale = self._current_scale()
         self._scale = None if scale is None else readback.start(readback.pack([scale]))
         self._partials = self._reader.read()
@@ -304,7 +321,7 @@ class Watch:
             scale=self._scale,
             skip=skip if skip is not None else self._skip_of_fused_step(),
             forward=None if probe is None else self._guard.call("forward probe", probe.take),
-            scalars=scalars.collect(self._scalars(now_s)),
+            scalars=scalars.collect([*self._scalars(step), *self._times(now_s)]),
             reads_rss=self._is_clock and self._device.type != "cuda",
         )
         self._ended_s = now_s
@@ -320,7 +337,7 @@ class Watch:
             return readback.start(readback.pack([found_inf]))
         return KnownReadback(np.array([0.0])) if self._scaler is not None else None
 
-    def _scalars(self, now_s: float) -> list[tuple[wire.Column, float | torch.Tensor]]:
+    def _scalars(self, step: int) -> StepScalars:
         base = f"train/lr/{self._name}" if self._name else "train/lr"
         values: list[tuple[wire.Column, float | torch.Tensor]] = []
         for index, group in enumerate(self._optimizer.param_groups):
@@ -328,6 +345,8 @@ class Watch:
             if rate is not None:
                 name = base if index == 0 else f"{base}/group{index}"
                 values.append((wire.Column(name), rate if isinstance(rate, torch.Tensor) else float(rate)))
+        for observer in self._observers:
+            values += self._guard.call(observer.part, observer.end_step, step) or ()
         if not self._is_clock:
             return values
         scale = scaling.scale_of(self._scaler) if self._scaler is not None else None
@@ -335,12 +354,11 @@ class Watch:
             values.append((wire.Column("scaler/scale"), scale))
         if self._clip_norm is not None:
             values.append((wire.Column("grad/clip_norm"), self._clip_norm))
-        if self._device.type == "cuda":
-            measured = self._guard.call("device memory", memory.device_bytes, self._device) or {}
-            values += [(wire.Column(name, "max"), value) for name, value in measured.items()]
-        return values + self._times(now_s)
+        return values
 
-    def _times(self, now_s: float) -> list[tuple[wire.Column, float | torch.Tensor]]:
+    def _times(self, now_s: float) -> StepScalars:
+        if not self._is_clock:
+            return ()
         spent_s, self._spent_s = self._spent_s, 0.0
         if self._probe is not None:
             spent_s += self._probe.spent_s

@@ -1,0 +1,97 @@
+"""What else wants to know when a watch reads gradients and ends steps: ledgers, checks, recorders.
+
+An observer is one file of `capture/` that knows one thing; `observers_of` lists all that apply to a watch. The watch
+calls every method through the guard under the observer's own part, so that a broken observer is lost alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from gradiometer import wire
+from gradiometer.capture import memory
+from gradiometer.guard import Guard
+from gradiometer.reports import Report
+
+StepScalars = Sequence[tuple[wire.Column, float | torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """What is watched, as an observer sees it.
+
+    Attributes:
+        model, optimizer, scaler: the optimizer is unwrapped; scaler None: there is none, or it is disabled.
+        device: of the first parameter.
+        is_clock: whether this watch's steps are the run's steps.
+        name: tells watches apart; empty for the first.
+        emit: takes a report; must not wait.
+        unavailable: told a metric and why it cannot be collected; may be told again.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    device: torch.device
+    is_clock: bool
+    name: str
+    emit: Callable[[Report], None]
+    unavailable: Callable[[str, str], None]
+    guard: Guard
+
+
+class StepObserver(Protocol):
+    """Told about the steps of one watch, on the training thread. Must not wait for a device or do I/O."""
+
+    part: str
+
+    def before_read(self) -> None:
+        """The gradients of the step under way are complete, and about to be read; before any clipping."""
+        ...
+
+    def end_step(self, step: int) -> StepScalars:
+        """`step` is complete (or was skipped): its numbers."""
+        ...
+
+    def close(self) -> None:
+        """Leave everything as it was before."""
+        ...
+
+
+def observers_of(watched: Watched) -> list[StepObserver]:
+    """All observers that apply."""
+    found: list[StepObserver] = []
+    if watched.is_clock:
+        found.append(DeviceMemory(watched))
+    return found
+
+
+class DeviceMemory:
+    """What torch's allocator holds on the model's device, once per step."""
+
+    part = "device memory"
+
+    def __init__(self, watched: Watched) -> None:
+        self._device = watched.device
+        if self._device.type != "cuda":
+            reason = f"the model is on {self._device.type}: torch counts memory on CUDA only"
+            for metric in memory.DEVICE_METRICS:
+                watched.unavailable(metric, reason)
+
+    def before_read(self) -> None:
+        """See `StepObserver`."""
+
+    def end_step(self, step: int) -> StepScalars:
+        """See `StepObserver`."""
+        if self._device.type != "cuda":
+            return ()
+        return [
+            (wire.Column(name, "max"), value) for name, value in memory.device_bytes(self._device).items()
+        ]
+
+    def close(self) -> None:
+        """See `StepObserver`."""
