@@ -2,6 +2,7 @@
 # make test    set up and run everything that CI runs                   (PYTEST= for extra pytest arguments)
 # make check   formatting, lint, strict types, import arrows, the page's types and unit tests
 # make screenshots   redraw docs/images from real demo runs
+# make modes   train in every mode and rewrite the table of docs/modes.md
 # make build   sdist and wheel in dist/          make clean   remove everything that make made
 #
 # Needs Python 3.11-3.13 and make. Node is optional: it comes from PyPI where it is missing or too old.
@@ -29,10 +30,10 @@ PYTEST ?=
 PAGE_SOURCES := $(shell find web -type f -not -path '*/node_modules/*' -not -path 'web/test/*' 2>/dev/null)
 INSTALL_INPUTS := pyproject.toml constraints.txt hatch_build.py $(PAGE_SOURCES)
 
-.PHONY: help demo serve test check check-python check-web format screenshots build clean
+.PHONY: help demo serve test check check-python check-web format screenshots modes build clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 # ---------------------------------------------------------------- set-up
 
@@ -106,6 +107,11 @@ test: $(VENV)/.installed-test
 screenshots: $(VENV)/.installed-test
 	$(BIN)/python -m tests.support.programs
 	$(BIN)/python -m tests.support.take_screenshots docs/images
+
+modes: $(VENV)/.installed-test
+	rm -rf build/modes
+	$(BIN)/python -m pytest -q tests/integration/modes --deselect tests/integration/modes/test_modes_table.py $(PYTEST)
+	$(BIN)/python -m tests.support.modes_table
 
 build: $(VENV)/.installed-test
 	rm -rf dist

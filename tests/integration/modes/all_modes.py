@@ -1,0 +1,8 @@
+"""All modes in the order of docs/modes.md: one list per module."""
+
+from __future__ import annotations
+
+from tests.integration.modes import one_process_modes
+
+MODULES = (one_process_modes,)
+ALL_MODES = [mode for module in MODULES for mode in module.MODES]
