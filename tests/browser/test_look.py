@@ -10,6 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.dashboard import begin_run, layer_frame, send_scalars, wait_for_step
+from tests.support.eventually import eventually
 from tests.support.server import Server
 from tests.support.wire_client import frame
 
@@ -51,14 +52,15 @@ def test_axe_finds_nothing(full: str, browser: Browser, scheme: str) -> None:
 
 def test_the_theme_follows_the_system_until_one_is_chosen(full: str, page: Page) -> None:
     root = page.locator("html")
+    color = "() => document.querySelector('figure[data-metric] .js-plotly-plot').data[0].line.color"
     page.emulate_media(color_scheme="dark")
     page.goto(f"{full}/runs/full")
     expect(root).to_have_attribute("data-theme", "dark")
+    wait_for_step(page, "train/loss", 40)
+    dark = page.evaluate(color)
     page.emulate_media(color_scheme="light")
     expect(root).to_have_attribute("data-theme", "light")
-    wait_for_step(page, "train/loss", 40)
-    color = "() => document.querySelector('figure[data-metric] .js-plotly-plot').data[0].line.color"
-    light = page.evaluate(color)
+    eventually(lambda: page.evaluate(color) != dark, what="the chart is drawn in the light theme's color")
     button = page.get_by_role("button", name="Theme")
     button.click()
     button.click()
@@ -66,7 +68,7 @@ def test_the_theme_follows_the_system_until_one_is_chosen(full: str, page: Page)
     page.reload()
     expect(root).to_have_attribute("data-theme", "dark")
     wait_for_step(page, "train/loss", 40)
-    assert page.evaluate(color) != light
+    assert page.evaluate(color) == dark
 
 
 def test_a_phone_needs_no_sideways_scroll(full: str, page: Page) -> None:
