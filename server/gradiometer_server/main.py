@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 import anyio.to_thread
@@ -26,6 +26,8 @@ from gradiometer_server.api.layers import layers_router
 from gradiometer_server.api.page import page
 from gradiometer_server.api.paths import PathMiddleware
 from gradiometer_server.api.reads import Reads
+from gradiometer_server.api.ring import ring_router
+from gradiometer_server.api.ring_reads import RingReads
 from gradiometer_server.api.runs import runs_router
 from gradiometer_server.api.security import (
     SecurityMiddleware,
@@ -37,8 +39,10 @@ from gradiometer_server.api.series import series_router
 from gradiometer_server.api.series_reads import SeriesReads
 from gradiometer_server.api.views import alert_view
 from gradiometer_server.clock import Clock, SystemClock
+from gradiometer_server.domain.live import LiveUpdate
 from gradiometer_server.errors import NotFound, StoreUnavailable
 from gradiometer_server.fold.pipeline import FoldPipeline
+from gradiometer_server.ingest.commands import CommandDesk
 from gradiometer_server.ingest.endpoint import ingest_router
 from gradiometer_server.ingest.services import IngestServices
 from gradiometer_server.ingest.tally import Tally
@@ -93,6 +97,7 @@ class _Parts:
         self.reads = Reads(clock)
         self.hub = Hub(read_run=self._read_run, show_alert=alert_view, clock=clock)
         self.tally = Tally()
+        self.commands = CommandDesk(clock)
         self.states = StateWatcher(read_running=self._read_running, publish=self.hub.publish)
         self._ingest: IngestServices | None = None
         self._live_limiter = anyio.CapacityLimiter(2)
@@ -114,7 +119,7 @@ class _Parts:
             yield
 
     async def _start_ingest(self, database: Database, stack: contextlib.AsyncExitStack) -> None:
-        pipeline = FoldPipeline(database, clock=self.clock, publish=self.hub.publish)
+        pipeline = FoldPipeline(database, clock=self.clock, publish=self._publish)
         await anyio.to_thread.run_sync(pipeline.start)
         stack.push_async_callback(anyio.to_thread.run_sync, pipeline.stop, FOLD_STOP_S)
         log = LogWriter(database)
@@ -129,7 +134,12 @@ class _Parts:
             publish=self.hub.publish,
             server_version=__version__,
             tally=self.tally,
+            commands=self.commands,
         )
+
+    def _publish(self, updates: Sequence[LiveUpdate]) -> None:
+        self.hub.publish(updates)
+        self.commands.observe(updates)
 
     def ingest(self) -> IngestServices:
         """What agents talk to; raises `StoreUnavailable` before the start is done."""
@@ -155,6 +165,7 @@ def _add_routes(app: FastAPI, parts: _Parts) -> None:
     series_reads = SeriesReads(parts.reads)
     api.include_router(series_router(series_reads))
     api.include_router(layers_router(series_reads))
+    api.include_router(ring_router(RingReads(parts.reads)))
     api.include_router(ingest_router(parts.ingest), tags=["agents"])
     api.include_router(live_router(parts.hub, parts.clock))
     app.include_router(api)

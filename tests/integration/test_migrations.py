@@ -10,11 +10,12 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, select, text
 
+from gradiometer import wire
 from gradiometer.wire import RunInfo, SourceInfo
 from gradiometer_server.clock import SystemClock
 from gradiometer_server.domain.series import Tail
 from gradiometer_server.errors import ConfigurationError
-from gradiometer_server.store import chunks, migrate, runs, series, tables
+from gradiometer_server.store import chunks, details, migrate, runs, series, tables
 from gradiometer_server.store.database import Database, open_database
 
 
@@ -27,6 +28,8 @@ def fill(database: Database) -> None:
         conn.execute(
             tables.frame.insert(), {"run_id": run.run_key, "source_id": 1, "seq": 1, "data": b"\x00\xff"}
         )
+        steps = wire.Detail(kind="ring", reason="r", schema_id=1, steps=(1,), times=(1.0,), values=bytes(56))
+        details.add_details(conn, run.run_key, [(1, 2, steps)])
         conn.execute(
             tables.alert.insert(),
             {"run_id": run.run_key, "alert_id": "a", "attempt": 1, "rule": "x", "state": "firing", "severity": "error",
@@ -51,7 +54,9 @@ def test_up_down_and_up_again_with_data(database_url: str) -> None:
         fill(database)
         filled = row_counts(database)
         assert filled["chunk"] == 3
-        assert all(filled[name] for name in ("run", "source", "series", "frame", "alert", "rule_state"))
+        assert all(
+            filled[name] for name in ("run", "source", "series", "frame", "alert", "rule_state", "detail")
+        )
         migrate.downgrade(database, "base")
         with database.read() as conn:
             assert set(inspect(conn).get_table_names()) == {"alembic_version"}

@@ -19,6 +19,7 @@ class Recorded:
         layers: layer name -> step -> its row of statistics.
         declared: layer name -> its declaration.
         events: in order.
+        details: in order.
         stream: in order, ("scalars" | "layers", step) for each row and (event kind, step) for each event.
     """
 
@@ -26,6 +27,7 @@ class Recorded:
     layers: dict[str, dict[int, tuple[float, ...]]] = field(default_factory=dict)
     declared: dict[str, wire.Layer] = field(default_factory=dict)
     events: list[wire.Event] = field(default_factory=list)
+    details: list[wire.Detail] = field(default_factory=list)
     stream: list[tuple[str, int | None]] = field(default_factory=list)
     num_schemas: int = 0
 
@@ -48,6 +50,8 @@ def recorded(directory: Path) -> Recorded:
         if isinstance(record, wire.Event):
             out.events.append(record)
             out.stream.append((record.kind, record.step))
+        elif isinstance(record, wire.Detail):
+            out.details.append(record)
         elif isinstance(record, wire.Frame):
             _add_frame(out, schemas[record.schema_id], record)
         else:

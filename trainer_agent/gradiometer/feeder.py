@@ -15,8 +15,10 @@ from collections.abc import Callable
 from typing import Final
 
 from gradiometer import wire
+from gradiometer.commands import Inbox
 from gradiometer.drops import Drop, Drops
-from gradiometer.records import Records
+from gradiometer.recorder import Ring
+from gradiometer.records import Records, RecordTooLarge
 from gradiometer.reports import EventReport, Report
 from gradiometer.spool import SpoolError, SpoolFull, SpoolWriter
 
@@ -61,7 +63,8 @@ class Feeder:
         self._capacity = capacity
         # SimpleQueue: put is one C call without a Python lock, and safe inside a signal handler.
         self._queue: queue.SimpleQueue[Report | _Flush] = queue.SimpleQueue()
-        self._records = Records()
+        self._records = Records(Ring(drops))
+        self._commands = Inbox(writer.directory)
         self._told_drops_s = 0.0
         self._exited = False
         self._hurry = threading.Event()
@@ -143,6 +146,7 @@ class Feeder:
         exits = [report for report in reports if _is_exit(report)]
         self._store([report for report in reports if not _is_exit(report)])
         if not self._exited:
+            self._ship(final=final or bool(exits))
             # Before the exit event, which closes the source.
             self._tell_drops(final=final or bool(exits))
             for report in exits:
@@ -160,9 +164,27 @@ class Feeder:
             self._writer.append_batch(records, essential=essential)
         except SpoolError as error:
             self._records.rollback()
-            reason = SPOOL_FULL if isinstance(error, SpoolFull) else SPOOL_BROKEN
             for report in reports:
-                self._drops.add(reason, report.step, detail=str(error))
+                self._drop(error, report.step)
+        else:
+            self._records.commit()
+
+    def _drop(self, error: SpoolError | RecordTooLarge, step: int | None) -> None:
+        reason = SPOOL_FULL if isinstance(error, SpoolFull) else SPOOL_BROKEN
+        self._drops.add(reason, step, detail=str(error))
+
+    def _ship(self, *, final: bool) -> None:
+        """Do what the server asked for, and send what the ring has to say, apart from the reports of this batch."""
+        for command in self._commands.look():
+            self._records.ring.ask(command)
+        try:
+            self._records.add_ring(final=final)
+            records = self._records.take()
+            if records:
+                self._writer.append_batch(records)
+        except (SpoolError, RecordTooLarge) as error:
+            self._records.rollback()
+            self._drop(error, None)
         else:
             self._records.commit()
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from gradiometer import wire
+from gradiometer.drops import Drops
+from gradiometer.recorder import Ring
 
 MAX_SCALAR_SCHEMAS: Final = 256
 """Sets of columns with a schema of their own. Later sets are written column by column, so that a run that logs a
@@ -50,14 +52,21 @@ class _OpenFrame:
 
 
 class Records:
-    """Builds the record stream of one source."""
+    """Builds the record stream of one source.
 
-    def __init__(self) -> None:
+    Attributes:
+        ring: keeps the layers of the last steps.
+    """
+
+    def __init__(self, ring: Ring | None = None) -> None:
+        self.ring = ring or Ring(Drops())
         self._next_schema_id = 1
         self._scalar_schemas: dict[tuple[wire.Column, ...], int] = {}
-        self._layer_schemas: dict[tuple[wire.Layer, ...], int] = {}
+        self._layer_schemas: dict[tuple[tuple[wire.Layer, ...], tuple[str, ...]], int] = {}
         # By identity first: hashing thousands of layers at every step would cost more than encoding them.
-        self._layers_by_id: dict[int, tuple[tuple[wire.Layer, ...], int]] = {}
+        self._layers_by_id: dict[tuple[int, tuple[str, ...]], tuple[tuple[wire.Layer, ...], int]] = {}
+        # By id, so that the ring's steps can be declared again long after.
+        self._layer_declarations: dict[int, bytes] = {}
         self._undeclared: set[int] = set()
         self._layer_frames: dict[int, _OpenFrame] = {}
         self._scalar_frames: dict[int, _OpenFrame] = {}
@@ -79,22 +88,49 @@ class Records:
             self._declare(known, wire.encode(wire.ScalarSchema(schema_id=known, columns=columns)))
         self._add(self._scalar_frames, known, step, time, struct.pack(f"<{len(row)}d", *row))
 
-    def add_layers(self, step: int, time: float, layers: tuple[wire.Layer, ...], values: bytes) -> None:
+    def add_layers(
+        self,
+        step: int,
+        time: float,
+        layers: tuple[wire.Layer, ...],
+        values: bytes,
+        statistics: tuple[str, ...] = wire.STATISTICS,
+    ) -> None:
         """Add one step's table: little-endian float64 of shape (layers, statistics)."""
-        known = self._layers_by_id.get(id(layers))
+        known = self._layers_by_id.get((id(layers), statistics))
         if known is None or known[0] is not layers:
-            schema_id = self._layer_schemas.get(layers)
+            schema_id = self._layer_schemas.get((layers, statistics))
             if schema_id is None:
-                schema_id = self._layer_schemas[layers] = self._new_id()
-            known = self._layers_by_id[id(layers)] = (layers, schema_id)
+                schema_id = self._layer_schemas[layers, statistics] = self._new_id()
+                declaration = wire.LayerSchema(schema_id=schema_id, layers=layers, statistics=statistics)
+                self._layer_declarations[schema_id] = wire.encode(declaration)
+            known = self._layers_by_id[id(layers), statistics] = (layers, schema_id)
+        self._end_older_layers(step, known[1])
         if known[1] in self._undeclared:
-            self._declare(known[1], wire.encode(wire.LayerSchema(schema_id=known[1], layers=layers)))
+            self._declare(known[1], self._layer_declarations[known[1]])
         self._add(self._layer_frames, known[1], step, time, values)
+        self.ring.keep(known[1], step, time, values)
+
+    def _end_older_layers(self, step: int, schema_id: int) -> None:
+        """Close the layer frames of earlier steps, so that all schemas of a step come before those of the next.
+
+        The server takes a rank's word on a step as complete once the rank speaks of a later one.
+        """
+        others = [frame for key, frame in self._layer_frames.items() if key != schema_id]
+        if any(frame.steps[-1] < step for frame in others):
+            self._close(self._layer_frames)
 
     def add_event(self, event: wire.Event) -> None:
         """Add an event after everything that was added before."""
         self._close_frames()
         self._append(wire.encode(event))
+
+    def add_ring(self, *, final: bool = False) -> None:
+        """Add what the ring has to send, if anything."""
+        for record in self.ring.due(final=final):
+            if isinstance(record, wire.Detail) and record.schema_id in self._undeclared:
+                self._declare(record.schema_id, self._layer_declarations[record.schema_id])
+            self._append(wire.encode(record))
 
     def take(self) -> list[bytes]:
         """The records since the last call, in order."""
@@ -133,10 +169,13 @@ class Records:
 
     def _close_frames(self) -> None:
         # Layers before scalars: whoever reads the scalars of a step can have its layers already.
-        for frames in (self._layer_frames, self._scalar_frames):
-            for frame in frames.values():
-                self._append(frame.encode())
-            frames.clear()
+        self._close(self._layer_frames)
+        self._close(self._scalar_frames)
+
+    def _close(self, frames: dict[int, _OpenFrame]) -> None:
+        for frame in frames.values():
+            self._append(frame.encode())
+        frames.clear()
 
     def _append(self, record: bytes) -> None:
         if len(record) > wire.MAX_RECORD_BYTES:

@@ -66,7 +66,9 @@ class ScalarReport:
 
     def write(self, records: Records) -> None:
         """See `Report`."""
-        records.add_scalars(self.step, self.time, self.scalars.columns, self.scalars.row())
+        row = self.scalars.row()
+        records.add_scalars(self.step, self.time, self.scalars.columns, row)
+        records.ring.see_scalars(self.step, self.scalars.columns, row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,8 @@ class StepReport:
             self._write_layers(self.partials, records)
         if self.scalars is not None:
             self._write_scalars(self.scalars, records)
+        skipped = self.skip is not None and bool(self.skip.values().ravel()[0] != 0.0)
+        records.ring.end_step(self.step, skipped=skipped, modules=modules)
 
     def _write_layers(self, partials: Partials, records: Records) -> None:
         from gradiometer.capture import statistics

@@ -2,9 +2,9 @@
 
 Two levels, both msgpack:
 
-* a *record* (`ScalarSchema`, `LayerSchema`, `Frame`, `Event`) is what one source says; it is encoded once by the
-  trainer, gets a sequence number in the spool and travels as an opaque byte string to the server's durable log;
-* a *message* (`Hello`, `Records`, `Status` up; `Welcome`, `Ack`, `Problem` down) carries records over one
+* a *record* (`ScalarSchema`, `LayerSchema`, `Frame`, `Event`, `Detail`) is what one source says; it is encoded once
+  by the trainer, gets a sequence number in the spool and travels as an opaque byte string to the server's durable log;
+* a *message* (`Hello`, `Records`, `Status` up; `Welcome`, `Ack`, `Problem`, `Command` down) carries records over one
   WebSocket (subprotocol `gradiometer.v1`) or in one HTTP POST body (`Batch`).
 
 A *source* is one writer: a rank in one attempt. Its records are numbered 1, 2, 3, ... without holes, so a resend
@@ -36,6 +36,10 @@ MAX_STEP: Final = 2**53 - 1
 """Largest step: what a browser can still count exactly."""
 MAX_ID_CHARS: Final = 128
 """Longest run id and project name."""
+MAX_DETAIL_STEPS: Final = 4096
+"""Most steps in one `Detail`."""
+MAX_REASON_CHARS: Final = 500
+"""Longest reason of a `Detail` or a `Command`."""
 
 STATISTICS: Final = ("count", "sum", "sum_squares", "min", "max", "num_zeros", "num_nonfinite")
 """The mergeable partial statistics of one parameter's local gradient, in wire order.
@@ -45,6 +49,9 @@ nothing). `sum`, `sum_squares`, `min` and `max` are plain IEEE results over all 
 the gradient shows in them; `num_nonfinite` counts NaN, +Inf and -Inf together. All are of the unscaled, accumulated,
 pre-clip gradient.
 """
+NORM_STATISTICS: Final = ("count", "sum_squares", "num_nonfinite")
+"""The least that a layer schema may hold: what the norm and the search for NaN need. Others are left out of a step in
+which they were not measured: never sent as 0 or NaN."""
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +92,9 @@ class ScalarSchema(msgspec.Struct, frozen=True, tag="scalars", kw_only=True):
 class LayerSchema(msgspec.Struct, frozen=True, tag="layers", kw_only=True):
     """Declares the layers of a source once, in depth order (the order of `named_parameters`).
 
-    Frames then carry float64 of shape (steps, layers, len(statistics)).
+    Frames then carry float64 of shape (steps, layers, len(statistics)). `statistics` is `STATISTICS` or a part of it
+    in the same order that holds `NORM_STATISTICS`; a source may declare the same layers once for each such part, and
+    uses for a step the one that says what was measured in it.
     """
 
     schema_id: int
@@ -111,7 +120,15 @@ class Frame(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
 
 
 EventKind = Literal[
-    "exit", "exception", "marker", "alert", "unavailable", "nonfinite_activation", "dropped", "message"
+    "exit",
+    "exception",
+    "marker",
+    "alert",
+    "unavailable",
+    "nonfinite_activation",
+    "dropped",
+    "message",
+    "dump",
 ]
 
 
@@ -128,6 +145,7 @@ class Event(msgspec.Struct, frozen=True, tag="event", kw_only=True):
             NaN or Inf in the forward passes of this step. Precedes the step's frames.
         dropped: reports (int), reason, first_step, last_step: what the agent had to discard.
         message: text.
+        dump: path, reason, host (str), bytes (int): the flight recorder saved the state before this step there.
     """
 
     kind: EventKind
@@ -136,7 +154,27 @@ class Event(msgspec.Struct, frozen=True, tag="event", kw_only=True):
     attributes: dict[str, Any] = {}
 
 
-Record = ScalarSchema | LayerSchema | Frame | Event
+class Detail(msgspec.Struct, frozen=True, tag="detail", kw_only=True):
+    """Layer statistics of this rank alone, kept apart from what is merged: shipped when something went wrong.
+
+    Attributes:
+        kind: "ring": the last steps before (and a few after) a trigger, each step shipped once.
+        reason: what it was shipped for, in words; at most MAX_REASON_CHARS.
+        trigger_step: the step that it was shipped for; None: not known.
+        schema_id: a `LayerSchema` declared earlier in the same source.
+        steps, times, values: as in `Frame`, of that schema; at most MAX_DETAIL_STEPS steps.
+    """
+
+    kind: Literal["ring"]
+    reason: str
+    trigger_step: int | None = None
+    schema_id: int
+    steps: tuple[int, ...]
+    times: tuple[float, ...]
+    values: bytes
+
+
+Record = ScalarSchema | LayerSchema | Frame | Event | Detail
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,12 +223,16 @@ class SourceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
-    """First message of a connection; sent again when another rank of the node appears."""
+    """First message of a connection; sent again when another rank of the node appears.
+
+    `commands`: kinds of `Command` that this agent understands; one that names none is sent none.
+    """
 
     protocol: int
     agent_version: str
     run: RunInfo
     sources: tuple[SourceInfo, ...]
+    commands: tuple[str, ...] = ()
 
 
 class Records(msgspec.Struct, frozen=True, tag="records", kw_only=True):
@@ -270,26 +312,47 @@ class Problem(msgspec.Struct, frozen=True, tag="problem", kw_only=True):
     expected_seq: int | None = None
 
 
+class Command(msgspec.Struct, frozen=True, tag="command", kw_only=True):
+    """Something that the server asks the agents of a run to do; one that is not understood is ignored.
+
+    It may come more than once; whoever carries it out remembers the ids.
+
+    Attributes:
+        id: names this command within the run.
+        kind: "ring": send the last steps in full detail (`Detail`).
+        rank: for this rank alone; None: for every rank.
+        reason: for a person, e.g. the alert that it is sent for.
+        step: the step that it is about.
+    """
+
+    id: str
+    kind: str
+    rank: int | None = None
+    reason: str = ""
+    step: int | None = None
+
+
 class BatchResult(msgspec.Struct, frozen=True, tag="batch_result", kw_only=True):
     """Answer to a `Batch`."""
 
     welcome: Welcome
     acks: tuple[Ack, ...] = ()
     problems: tuple[Problem, ...] = ()
+    commands: tuple[Command, ...] = ()
 
 
 ClientMessage = Hello | Records | Status | Batch
-ServerMessage = Welcome | Ack | Problem | BatchResult
+ServerMessage = Welcome | Ack | Problem | Command | BatchResult
 
 _encoder = msgspec.msgpack.Encoder()
 _record_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(
-    ScalarSchema | LayerSchema | Frame | Event
+    ScalarSchema | LayerSchema | Frame | Event | Detail
 )
 _client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
     Hello | Records | Status | Batch
 )
 _server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(
-    Welcome | Ack | Problem | BatchResult
+    Welcome | Ack | Problem | Command | BatchResult
 )
 
 

@@ -205,12 +205,41 @@ class LayerMap(_Answer):
     last_step: int | None
 
 
+class RingPart(_Answer):
+    """Steps that one rank sent for one reason."""
+
+    trigger_step: int | None = Field(description="the step that they were sent for")
+    reason: str
+    first_step: int
+    last_step: int
+    num_steps: int
+
+
+class RingRank(_Answer):
+    """What one rank of one attempt sent."""
+
+    attempt: int = Field(description="ordinal from 1")
+    rank: int
+    first_step: int
+    last_step: int
+    parts: list[RingPart]
+
+
+class RingOverview(_Answer):
+    """Ranks that sent their last steps in full detail, newest attempt first."""
+
+    ranks: list[RingRank]
+
+
 class LayerFlow(_Answer):
     """All statistics by depth at one step."""
 
     step: int | None = Field(description="the last step with layer statistics at or before the one asked for")
     layers: list[str]
     statistics: dict[str, list[Number]]
+    measured_at: dict[str, int | None] = Field(
+        description="statistic -> the step that its values are of: norms are read in every step, others perhaps less often"
+    )
 
 
 class Alert(_Answer):

@@ -8,7 +8,7 @@ owner and loads a new one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from sqlalchemy import Connection
@@ -28,6 +28,7 @@ from gradiometer_server.fold.stored import LoadedRun, OwnerMemory, load_run, sta
 from gradiometer_server.fold.tail_set import TailSet
 from gradiometer_server.store import alerts, chunks, log, runs
 from gradiometer_server.store.database import Database
+from gradiometer_server.store.details import SourceDetail, add_details
 from gradiometer_server.store.series import ensure_layout
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ MAX_FLUSH_BYTES: Final = 32 * 1024 * 1024
 FLUSH_IDLE_S: Final = 10.0
 UNLOAD_IDLE_S: Final = 60.0
 _LATE: Final = "a rank reported a step so late that it could not be merged with the others any more"
+_TOO_MUCH_DETAIL: Final = "a rank sent more steps in full detail than a run may keep"
 _REPLAY_BYTES: Final = 1024 * 1024
 """Read at once of one source: ranks are read in turns, so that none gets far ahead of the others."""
 
@@ -124,7 +126,7 @@ class RunOwner:
         self._apply(batch.source_id, batch.entries, batch.last_seq, muted=False)
 
     def _apply(
-        self, source_id: int, entries: Iterable[tuple[int, wire.Record]], last_seq: int, *, muted: bool
+        self, source_id: int, entries: Sequence[tuple[int, wire.Record]], last_seq: int, *, muted: bool
     ) -> None:
         now_s = self._clock.monotonic_s()
         items: list[Folded] = []
@@ -132,7 +134,8 @@ class RunOwner:
             items += self._apply_one(source_id, seq, record, now_s)
         self._fold.skip_to(source_id, last_seq)
         self._touched_s = now_s
-        self._show(items, muted=muted)
+        details = [(source_id, seq, record) for seq, record in entries if isinstance(record, wire.Detail)]
+        self._show(items, muted=muted, details=details)
 
     def _apply_one(self, source_id: int, seq: int, record: wire.Record, now_s: float) -> list[Folded]:
         try:
@@ -155,7 +158,7 @@ class RunOwner:
         if self.flush_is_due():
             self.flush()
 
-    def _show(self, items: Sequence[Folded], *, muted: bool) -> None:
+    def _show(self, items: Sequence[Folded], *, muted: bool, details: Sequence[SourceDetail] = ()) -> None:
         """# Hot path: once per batch; the points go out before anything that may wait for the disk."""
         points = points_of(items, self._fold.take_times())
         updates: list[LiveUpdate] = []
@@ -169,16 +172,16 @@ class RunOwner:
             updates.append(live)
         if updates:
             self._publish(updates)
-        self._act(items)
+        self._act(items, details)
 
-    def _act(self, items: Sequence[Folded]) -> None:
-        """Judge the items and write what they changed: episodes, exits, notes, counters."""
+    def _act(self, items: Sequence[Folded], details: Sequence[SourceDetail]) -> None:
+        """Judge the items and write what they changed: episodes, exits, notes, counters, details."""
         episodes = self._judge.observe(items)
         events = [item for item in items if isinstance(item, FoldedEvent)]
         late, self._seen_late = self._fold.num_late - self._seen_late, self._fold.num_late
-        if not episodes and not events and not late:
+        if not episodes and not events and not late and not details:
             return
-        is_run_changed = bool(late)
+        is_run_changed = bool(late or details)
         with self._database.write() as conn:
             for event in events:
                 is_run_changed |= self._note(conn, event)
@@ -186,6 +189,8 @@ class RunOwner:
                 alerts.upsert_episode(conn, self._run_key, episode)
             if late:
                 runs.count_rejected(conn, self._run_key, late, _LATE)
+            if num_refused := add_details(conn, self._run_key, details):
+                runs.count_rejected(conn, self._run_key, num_refused, _TOO_MUCH_DETAIL)
         self._tell(episodes, is_run_changed)
 
     def _tell(self, episodes: Sequence[Episode], is_run_changed: bool) -> None:

@@ -110,6 +110,10 @@ class RunFold:
             return self._event(source, record, now_s)
         if isinstance(record, wire.Frame):
             return self._frame(source, seq, record, now_s)
+        if isinstance(record, wire.Detail):
+            # Of one rank alone, so there is nothing to merge; its owner stores it as it is.
+            self._attempt(source.spec).mark.heard(source.spec.rank, now_s)
+            return []
         self.declare(source_id, record)
         return []
 

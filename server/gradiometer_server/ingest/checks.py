@@ -44,6 +44,7 @@ class KnownSchema:
 
     schema_id: int
     width: int
+    of_layers: bool = False
 
 
 def hello_fault(hello: wire.Hello) -> Fault | None:
@@ -159,7 +160,9 @@ def structure_problem(value: Any, path: str = "", depth: int = 0) -> str | None:
 def record_fault(record: wire.Record, schemas: Mapping[int, KnownSchema]) -> Fault | None:
     """First reason to refuse `record` of a source that declared `schemas`, or None."""
     if isinstance(record, wire.Frame):
-        return _frame_fault(record, schemas)
+        return _frame_fault(record, schemas, f"frame of schema {record.schema_id}")
+    if isinstance(record, wire.Detail):
+        return _detail_fault(record, schemas)
     if isinstance(record, wire.Event):
         return _event_fault(record)
     return _schema_fault(record, schemas)
@@ -169,7 +172,8 @@ def known_schema(record: wire.ScalarSchema | wire.LayerSchema) -> KnownSchema:
     """What later frames need to know of this declaration."""
     if isinstance(record, wire.ScalarSchema):
         return KnownSchema(schema_id=record.schema_id, width=len(record.columns))
-    return KnownSchema(schema_id=record.schema_id, width=len(record.layers) * len(record.statistics))
+    width = len(record.layers) * len(record.statistics)
+    return KnownSchema(schema_id=record.schema_id, width=width, of_layers=True)
 
 
 def _schema_fault(
@@ -186,14 +190,21 @@ def _schema_fault(
         )
     if isinstance(schema, wire.ScalarSchema):
         return _names_fault(what, "columns", [column.name for column in schema.columns], "metric")
-    if schema.statistics != wire.STATISTICS:
+    if not _are_known(schema.statistics):
         return _bad(
             "unknown_statistics",
-            f"{what}: statistics {list(schema.statistics)!r:.300} are not {list(wire.STATISTICS)}",
+            f"{what}: statistics {list(schema.statistics)!r:.300} are not a part of {list(wire.STATISTICS)} in this "
+            f"order with {list(wire.NORM_STATISTICS)} in it",
             "upgrade the agent or the server so that both have the same version",
         )
     names = [layer.name for layer in schema.layers]
     return _names_fault(what, "layers", names, "layer") or _shapes_fault(what, schema.layers)
+
+
+def _are_known(statistics: tuple[str, ...]) -> bool:
+    """Whether these are known statistics in wire order, with those that every step must have."""
+    in_order = tuple(name for name in wire.STATISTICS if name in statistics)
+    return statistics == in_order and set(wire.NORM_STATISTICS) <= set(statistics)
 
 
 def _names_fault(what: str, field: str, names: list[str], kind: str) -> Fault | None:
@@ -236,10 +247,26 @@ def _shape_problem(layer: wire.Layer) -> str | None:
     return None
 
 
-def _frame_fault(frame: wire.Frame, schemas: Mapping[int, KnownSchema]) -> Fault | None:
+def _detail_fault(detail: wire.Detail, schemas: Mapping[int, KnownSchema]) -> Fault | None:
+    what = f"{detail.kind} of schema {detail.schema_id}"
+    schema = schemas.get(detail.schema_id)
+    if schema is not None and not schema.of_layers:
+        return _bad("unknown_schema", f"{what}: that schema declares no layers", _DECLARE)
+    if len(detail.steps) > wire.MAX_DETAIL_STEPS:
+        most = f"{len(detail.steps)} steps; at most {wire.MAX_DETAIL_STEPS} are allowed"
+        return _bad("too_many_steps", f"{what}: {most}", _AGENT_BUG)
+    if len(detail.reason) > wire.MAX_REASON_CHARS:
+        return _bad("invalid_detail", f"{what}: reason has {len(detail.reason)} characters", _AGENT_BUG)
+    if detail.trigger_step is not None and not 0 <= detail.trigger_step <= wire.MAX_STEP:
+        return _bad("step_out_of_range", f"{what}: trigger_step is {detail.trigger_step}", _STEP)
+    return _frame_fault(detail, schemas, what)
+
+
+def _frame_fault(
+    frame: wire.Frame | wire.Detail, schemas: Mapping[int, KnownSchema], what: str
+) -> Fault | None:
     """# Hot path: once per frame of every rank; must not touch the values themselves."""
     schema = schemas.get(frame.schema_id)
-    what = f"frame of schema {frame.schema_id}"
     if schema is None:
         return _bad("unknown_schema", f"{what}: this source has not declared that schema", _DECLARE)
     if not frame.steps:
@@ -319,6 +346,7 @@ _EVENT_ATTRIBUTES: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
     "nonfinite_activation": {"modules": (list,)},
     "dropped": {"reports": (int,), "reason": _OPTIONAL_TEXT},
     "message": {"text": (str,)},
+    "dump": {"path": (str,), "reason": (str,), "host": _OPTIONAL_TEXT, "bytes": (int, type(None))},
 }
 _AGENT_BUG: Final = "this is a defect of the sender: upgrade the agent, or report it with this message"
 _NEW_ID: Final = "declare a changed set of columns under a new schema_id"

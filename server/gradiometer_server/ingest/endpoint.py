@@ -17,6 +17,7 @@ from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from gradiometer import wire
 from gradiometer_server.errors import ProtocolError, StoreUnavailable
+from gradiometer_server.ingest.commands import Courier
 from gradiometer_server.ingest.conversation import WINDOW_BYTES, Conversation, unavailable_problem
 from gradiometer_server.ingest.inbox import Inbox
 from gradiometer_server.ingest.services import IngestServices
@@ -56,7 +57,7 @@ def ingest_router(services: Callable[[], IngestServices]) -> APIRouter:
         except StoreUnavailable as error:
             return _packed(503, unavailable_problem(error))
         try:
-            return _packed(200, await _answer_batch(Conversation(found), await _read_body(request)))
+            return _packed(200, await _answer_batch(found, await _read_body(request)))
         except ProtocolError as error:
             found.tally.add(error.code)
             return _packed(413 if error.code == "message_too_large" else 400, problem_of(error))
@@ -113,7 +114,8 @@ async def _read_body(request: Request) -> bytes:
     return bytes(data)
 
 
-async def _answer_batch(conversation: Conversation, body: bytes) -> wire.BatchResult:
+async def _answer_batch(services: IngestServices, body: bytes) -> wire.BatchResult:
+    conversation = Conversation(services)
     batch = _decode(body)
     if not isinstance(batch, wire.Batch):
         raise ProtocolError(
@@ -130,17 +132,20 @@ async def _answer_batch(conversation: Conversation, body: bytes) -> wire.BatchRe
         welcome=welcome,
         acks=tuple(answer for answer in answers if isinstance(answer, wire.Ack)),
         problems=tuple(answer for answer in answers if isinstance(answer, wire.Problem)),
+        commands=services.commands.recent(batch.hello.run.run_id, batch.hello.commands),
     )
 
 
 class _Connection:
-    """One WebSocket: a task that reads, and one that works and answers."""
+    """One WebSocket: a task that reads, one that works and answers, and one that carries commands."""
 
     def __init__(self, socket: WebSocket, services: IngestServices) -> None:
         self._socket = socket
         self._conversation = Conversation(services)
         self._tally = services.tally
         self._inbox = Inbox(limit_bytes=WINDOW_BYTES)
+        self._sending = asyncio.Lock()
+        self._courier = Courier(services.commands, self._send)
         self._fault: ProtocolError | None = None
 
     async def run(self) -> None:
@@ -157,6 +162,7 @@ class _Connection:
             if self._socket.client_state is WebSocketState.CONNECTED and isinstance(error, RuntimeError):
                 raise
         finally:
+            await self._courier.close()
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
@@ -201,6 +207,7 @@ class _Connection:
     async def _answer(self, first: wire.ClientMessage, group: Sequence[wire.ClientMessage]) -> None:
         if isinstance(first, wire.Hello):
             await self._send(await self._conversation.hello(first))
+            self._courier.take_up(first)
         elif isinstance(first, wire.Status):
             await self._conversation.status(first)
         elif isinstance(first, wire.Records):
@@ -216,7 +223,8 @@ class _Connection:
             )
 
     async def _send(self, message: wire.ServerMessage) -> None:
-        await self._socket.send_bytes(wire.encode(message))
+        async with self._sending:
+            await self._socket.send_bytes(wire.encode(message))
         if isinstance(message, wire.Problem) and message.fatal:
             await self._close(message.code)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gradiometer_server.clock import Clock
 from gradiometer_server.domain.live import LiveUpdate
 from gradiometer_server.fold.pipeline import FoldPipeline
+from gradiometer_server.ingest.commands import CommandDesk
 from gradiometer_server.ingest.tally import Tally
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.log import LogWriter
@@ -21,6 +22,7 @@ class IngestServices:
         publish: to the live feed; thread-safe, never waits.
         server_version: told to agents in the welcome.
         tally: what agents got wrong.
+        commands: what agents are asked to do.
     """
 
     database: Database
@@ -30,3 +32,4 @@ class IngestServices:
     publish: Callable[[Sequence[LiveUpdate]], None]
     server_version: str
     tally: Tally
+    commands: CommandDesk

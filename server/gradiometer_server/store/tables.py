@@ -102,8 +102,16 @@ rule_state: Final = _table(
     _text("state"),
 )  # fmt: skip
 
+detail: Final = _table(
+    "detail", _key("run_id"), _key("source_id"), _key("seq"), _text("kind"), _text("reason"),
+    _int("trigger_step", null=True), _int("schema_id"), _int("step0"), _int("step1"), _int("n"), _int("width"),
+    _int("num_bytes"), _blob("steps"), _blob("times"), _blob("data"),
+)  # fmt: skip
+"""Layer statistics of one rank alone, by the record that brought them; `num_bytes` of values before compression."""
+
 BLOBS: Final = (
     ("source_schema", "data"), ("frame", "data"), ("chunk", "summary"), ("chunk", "steps"), ("chunk", "data"),
+    ("detail", "data"),
 )  # fmt: skip
 """PostgreSQL keeps these uncompressed and out of line: they are compressed already, and a summary is then read
 without touching the data beside it."""

@@ -14,6 +14,7 @@ from gradiometer.spool import SpoolError
 from gradiometer.uplink.backoff import Backoff
 from gradiometer.uplink.session import (
     Acknowledged,
+    Commanded,
     Effect,
     Refused,
     RetryLater,
@@ -158,6 +159,8 @@ class Delivery:
                     effect.seq,
                     effect.message,
                 )
+            case Commanded(command=command):
+                self._hand_over(command)
             case RetryLater(problem=problem):
                 raise TransportError(_told(self._url, problem))
             case Stopped(problem=problem):
@@ -180,6 +183,14 @@ class Delivery:
                 rejection.message,
                 rejection.code,
             )
+
+    def _hand_over(self, command: wire.Command) -> None:
+        for source in self._sources.values():
+            try:
+                if source.outbox.put(command):
+                    logger.info("rank %d: asked for %s: %s", source.rank, command.kind, command.reason)
+            except OSError as error:
+                logger.warning("rank %d: the command %s was lost: %s", source.rank, command.id, error)
 
     # Hot path: from the trainer's wake-up to the socket. No file but the spool is touched here.
     async def _send(self, session: Session, link: WebSocketLink) -> None:

@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Final
 
-from gradiometer import wire
+from gradiometer import commands, wire
 
 MAX_BATCH_BYTES: Final = 1024 * 1024
 
@@ -71,7 +71,14 @@ class Stopped:
     problem: wire.Problem
 
 
-Effect = Acknowledged | Refused | Rewound | RetryLater | Stopped
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Commanded:
+    """The server asks the trainers for something; perhaps not for the first time."""
+
+    command: wire.Command
+
+
+Effect = Acknowledged | Refused | Rewound | RetryLater | Stopped | Commanded
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -165,7 +172,11 @@ class Session:
             source.hello_number = self._num_hellos
         infos = tuple(source.info for _, source in sorted(self._sources.items()))
         return wire.Hello(
-            protocol=wire.PROTOCOL_VERSION, agent_version=self._agent_version, run=self._run, sources=infos
+            protocol=wire.PROTOCOL_VERSION,
+            agent_version=self._agent_version,
+            run=self._run,
+            sources=infos,
+            commands=commands.KINDS,
         )
 
     def request(self, rank: int) -> Request | None:
@@ -202,8 +213,15 @@ class Session:
                 return self._ack(message)
             case wire.Problem():
                 return self._problem(message)
+            case wire.Command():
+                return (Commanded(command=message),)
             case wire.BatchResult():
-                answers: tuple[wire.ServerMessage, ...] = (message.welcome, *message.acks, *message.problems)
+                answers: tuple[wire.ServerMessage, ...] = (
+                    message.welcome,
+                    *message.acks,
+                    *message.commands,
+                    *message.problems,
+                )
                 return tuple(effect for answer in answers for effect in self.receive(answer))
 
     def _welcome(self, message: wire.Welcome) -> tuple[Effect, ...]:

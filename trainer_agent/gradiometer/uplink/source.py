@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from gradiometer import spool, wire
+from gradiometer.commands import Outbox
 from gradiometer.spool import SpoolCorrupt, SpoolWriter
 from gradiometer.spool_reader import SpoolReader, Tail
 from gradiometer.uplink.death import TrainerWatch
@@ -30,6 +31,7 @@ class Source:
         file = spool.read_source(directory)
         self.directory = directory
         self.info: wire.SourceInfo = file.source
+        self.outbox = Outbox(directory, self.info.rank)
         self.acked_seq = spool.read_acked(directory)
         self.num_rejected = 0
         self.closed = False

@@ -1,0 +1,147 @@
+"""Layer statistics of single ranks: what `wire.Detail` records brought, kept beside the merged series.
+
+Written by the fold under the number of the record, so that a replay changes nothing. Shape letters: N steps, W values
+of a step (layers times statistics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import Connection, bindparam, func, select
+
+from gradiometer import wire
+from gradiometer_server.store.log import read_schemas
+from gradiometer_server.store.statements import insert_or_ignore
+from gradiometer_server.store.tables import detail, source
+from gradiometer_server.store.values import clean_text
+from gradiometer_server.summaries.codec import decode_values, encode_values, pack, unpack
+
+MAX_SOURCE_BYTES: Final = 1024 * 1024 * 1024
+"""Most values of one source, before compression: twice what the agent's own limits let it send."""
+
+SourceDetail = tuple[int, int, wire.Detail]
+"""(source id, record number, record)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingPart:
+    """One stored record, without its values: which steps of which rank, and why."""
+
+    source_id: int
+    seq: int
+    attempt: int
+    rank: int
+    reason: str
+    trigger_step: int | None
+    schema_id: int
+    step0: int
+    step1: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSteps:
+    """Values of one schema of one rank: steps int64 (N,), values (N, W), and what the columns are."""
+
+    schema: wire.LayerSchema
+    steps_N: NDArray[np.int64]
+    values_NW: NDArray[np.float64]
+
+
+_INSERT = insert_or_ignore(detail)
+_HELD = (
+    select(func.coalesce(func.sum(detail.c.num_bytes), 0))
+    .where(detail.c.run_id == bindparam("of_run"), detail.c.source_id == bindparam("of_source"))
+)  # fmt: skip
+_IS_THERE = select(detail.c.seq).where(
+    detail.c.run_id == bindparam("of_run"),
+    detail.c.source_id == bindparam("of_source"),
+    detail.c.seq == bindparam("of_seq"),
+)
+_PARTS = (
+    select(
+        detail.c.source_id, detail.c.seq, source.c.ordinal.label("attempt"), source.c.rank, detail.c.reason,
+        detail.c.trigger_step, detail.c.schema_id, detail.c.step0, detail.c.step1, detail.c.n,
+    )
+    .join(source, (source.c.run_id == detail.c.run_id) & (source.c.source_id == detail.c.source_id))
+    .where(detail.c.run_id == bindparam("of_run"), detail.c.kind == "ring")
+    .order_by(source.c.attempt, source.c.rank, detail.c.step0, detail.c.seq)
+)  # fmt: skip
+_VALUES = select(detail.c.n, detail.c.width, detail.c.steps, detail.c.data).where(
+    detail.c.run_id == bindparam("of_run"),
+    detail.c.source_id == bindparam("of_source"),
+    detail.c.seq == bindparam("of_seq"),
+)
+
+
+def add_details(conn: Connection, run_key: int, details: Iterable[SourceDetail]) -> int:
+    """Store records; returns how many were left out because their source has sent too much already."""
+    num_refused = 0
+    for source_id, seq, record in details:
+        place = {"of_run": run_key, "of_source": source_id}
+        if conn.execute(_IS_THERE, {**place, "of_seq": seq}).first() is not None:
+            continue
+        held = int(conn.execute(_HELD, place).scalar_one())
+        if held + len(record.values) > MAX_SOURCE_BYTES:
+            num_refused += 1
+            continue
+        conn.execute(_INSERT.on(conn), _row(run_key, source_id, seq, record))
+    return num_refused
+
+
+def _row(run_key: int, source_id: int, seq: int, record: wire.Detail) -> dict[str, object]:
+    values_NW = np.frombuffer(record.values, dtype="<f8").reshape(len(record.steps), -1)
+    return {
+        "run_id": run_key,
+        "source_id": source_id,
+        "seq": seq,
+        "kind": record.kind,
+        "reason": clean_text(record.reason),
+        "trigger_step": record.trigger_step,
+        "schema_id": record.schema_id,
+        "step0": min(record.steps),
+        "step1": max(record.steps),
+        "n": len(record.steps),
+        "width": values_NW.shape[1],
+        "num_bytes": len(record.values),
+        "steps": pack(np.array(record.steps, dtype=np.int64)),
+        "times": pack(np.array(record.times, dtype=np.float64)),
+        "data": encode_values(values_NW),
+    }
+
+
+def list_parts(conn: Connection, run_key: int) -> tuple[RingPart, ...]:
+    """All stored parts of a run's rings, by launch, rank and step."""
+    return tuple(RingPart(**row._mapping) for row in conn.execute(_PARTS, {"of_run": run_key}))
+
+
+def read_steps(conn: Connection, run_key: int, parts: Sequence[RingPart]) -> list[RingSteps]:
+    """Values of these parts, in their order. Parts whose schema is gone are left out. Raises `CorruptData`."""
+    schemas: dict[int, dict[int, wire.LayerSchema]] = {}
+    found = []
+    for part in parts:
+        if part.source_id not in schemas:
+            schemas[part.source_id] = _layer_schemas(conn, run_key, part.source_id)
+        schema = schemas[part.source_id].get(part.schema_id)
+        if schema is None:
+            continue
+        place = {"of_run": run_key, "of_source": part.source_id, "of_seq": part.seq}
+        row = conn.execute(_VALUES, place).one()
+        found.append(
+            RingSteps(
+                schema=schema,
+                steps_N=unpack(row.steps, row.n),
+                values_NW=decode_values(row.data, row.n, row.width),
+            )
+        )
+    return found
+
+
+def _layer_schemas(conn: Connection, run_key: int, source_id: int) -> dict[int, wire.LayerSchema]:
+    decoded = (wire.decode_record(data) for _, data in read_schemas(conn, run_key, source_id))
+    return {one.schema_id: one for one in decoded if isinstance(one, wire.LayerSchema)}
