@@ -206,6 +206,7 @@ class Run(Handle):
         *,
         name: str | None = None,
         forward: bool | None = None,
+        sharded: Mapping[str, Any] | None = None,
     ) -> None:
         """Capture every step of `optimizer` from now on; never raises.
 
@@ -217,9 +218,11 @@ class Run(Handle):
             scaler: the GradScaler, if there is one; without it, steps that it skips cannot be seen.
             name: told apart from other watches by this; its layers get it as a prefix. The first needs none.
             forward: also find the first module whose output held NaN or Inf. None: where it is known to be cheap.
+            sharded: plain tensors that hold other values on each rank (expert parallelism): pattern of parameter names
+                -> the process group, or one-dimensional device mesh, over which they differ: `{"experts.*": group}`.
         """
         if self._feeder is not None:
-            self._guard.tolerate("watch", self._watches.add, model, optimizer, scaler, name, forward)
+            self._guard.tolerate("watch", self._watches.add, model, optimizer, scaler, name, forward, sharded)
 
     def alert(self, title: str, text: str = "", severity: str = "warning") -> None:
         """Raise an alert of your own; severity: info, warning, error or critical. Never raises."""

@@ -18,6 +18,7 @@ import torch
 from gradiometer import wire
 from gradiometer.capture import clip, forward, readback, scalars, scaling
 from gradiometer.capture.gradients import GradientReader, Partials, Witness
+from gradiometer.capture.layout import Places
 from gradiometer.capture.observer import StepScalars, Watched, observers_of
 from gradiometer.capture.progress import NextStep
 from gradiometer.capture.readback import KnownReadback, Readback
@@ -58,6 +59,7 @@ class Watch:
         forward_probe: the user's wish; None: where it is known to be cheap.
         emit: takes a report; must not wait.
         unavailable: told a metric and why it cannot be collected; may be told again.
+        sharded: parameters that differ from rank to rank though nothing in torch says so.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Watch:
         emit: Callable[[Report], None],
         unavailable: Callable[[str, str], None],
         guard: Guard,
+        sharded: Places | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._scaler = scaler if scaling.is_active(scaler) else None
@@ -83,7 +86,7 @@ class Watch:
         self._capture_part = f"gradient capture{suffix}"
         self._step_part = f"step capture{suffix}"
         prefix = f"{name}." if name else ""
-        self._reader = GradientReader(model, optimizer, prefix, unavailable)
+        self._reader = GradientReader(model, optimizer, prefix, unavailable, sharded)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._reset()
         self._spent_s = 0.0
@@ -171,9 +174,9 @@ class Watch:
         """See `clip.ClipListener`."""
         self._enter(self._before_clip, gradients)
 
-    def after_clip(self, gradients: list[torch.Tensor], total_norm: torch.Tensor) -> None:
+    def after_clip(self, gradients: list[torch.Tensor], total_norm: torch.Tensor, over_ranks: bool) -> None:
         """See `clip.ClipListener`."""
-        self._enter(self._after_clip, gradients, total_norm)
+        self._enter(self._after_clip, gradients, total_norm, over_ranks)
 
     def after_change(self) -> None:
         """See `clip.ClipListener`."""
@@ -219,16 +222,15 @@ class Watch:
 
     def _owns_any(self, gradients: list[torch.Tensor]) -> bool:
         ids = {id(gradient) for gradient in gradients}
-        return any(
-            parameter.grad is not None and id(parameter.grad) in ids
-            for parameter in self._reader.layout.parameters
-        )
+        return any(owner.grad is not None and id(owner.grad) in ids for owner in self._reader.layout.owners)
 
-    def _after_clip(self, gradients: list[torch.Tensor], total_norm: Any) -> None:
+    def _after_clip(self, gradients: list[torch.Tensor], total_norm: Any, over_ranks: bool) -> None:
         # A norm of some of the gradients is not this step's norm.
         if self._partials is None or len(gradients) != self._num_gradients or self._witness is None:
             return
-        if any(gradient is self._witness.gradient for gradient in gradients):
+        if self._partials.layout.has_plain_shards and not over_ranks:
+            self._unavailable("grad/clip_norm", clip.OWN_SHARD)
+        elif any(gradient is self._witness.gradient for gradient in gradients):
             self._clip_norm = scalars.local_scalar(total_norm)
 
     def _after_change(self) -> None:
@@ -294,7 +296,7 @@ class Watch:
         scale = self._current_scale()
         self._scale = None if scale is None else readback.start(readback.pack([scale]))
         self._partials = self._reader.read()
-        owners = [parameter for parameter in self._partials.layout.parameters if parameter.grad is not None]
+        owners = [owner for owner in self._partials.layout.owners if owner.grad is not None]
         self._num_gradients = len(owners)
         if owners:
             self._witness = Witness(min(owners, key=torch.Tensor.numel))

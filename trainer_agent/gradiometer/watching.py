@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import values
@@ -40,11 +40,19 @@ class Watches:
         self._clock: StepClock | None = None
         self._watches: list[Watch] = []
 
-    def add(self, model: Any, optimizer: Any, scaler: Any, name: str | None, forward: bool | None) -> None:
+    def add(
+        self,
+        model: Any,
+        optimizer: Any,
+        scaler: Any,
+        name: str | None,
+        forward: bool | None,
+        sharded: Mapping[str, Any] | None,
+    ) -> None:
         """See `Run.watch`; raises whatever torch raises."""
         import torch
 
-        from gradiometer.capture import scaling
+        from gradiometer.capture import groups, scaling
         from gradiometer.watch import StepClock, Watch, unwrap_optimizer
 
         inner = unwrap_optimizer(optimizer)
@@ -70,6 +78,7 @@ class Watches:
             emit=self._emit,
             unavailable=self._unavailable,
             guard=self._guard,
+            sharded=groups.places(sharded or {}, lambda reason: self._mistaken("grad/layers", reason)),
         )
         self._watches.append(watch)
         self._clock = clock

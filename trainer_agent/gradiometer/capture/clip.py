@@ -28,14 +28,19 @@ class ClipListener(Protocol):
         """`gradients` are about to be measured, or changed, by clipping."""
         ...
 
-    def after_clip(self, gradients: list[torch.Tensor], total_norm: torch.Tensor) -> None:
-        """Clipping measured `total_norm` for them."""
+    def after_clip(self, gradients: list[torch.Tensor], total_norm: torch.Tensor, over_ranks: bool) -> None:
+        """Clipping measured `total_norm` for them; `over_ranks`: in a way that knows FSDP1's flat shards."""
         ...
 
     def after_change(self) -> None:
         """Clipping changed the gradients of the last `before_clip` in place."""
         ...
 
+
+OWN_SHARD: Final = (
+    "torch.nn.utils.clip_grad_norm_ measures only this rank's own part of these gradients, so every rank clips by "
+    "another norm; with FSDP1 call the clip_grad_norm_ method of the FSDP model"
+)
 
 _CHANGING: Final = ("_clip_grads_with_norm_", "clip_grad_value_")
 _listeners: Final[list[ClipListener]] = []
@@ -129,7 +134,7 @@ def _patch_fsdp1() -> None:
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         _tell_before(gradients)
         norm = original(self, *args, **kwargs)
-        _tell_after(gradients, norm)
+        _tell_after(gradients, norm, over_ranks=True)
         _tell_changed()
         return norm
 
@@ -182,9 +187,9 @@ def _tell_before(gradients: list[torch.Tensor]) -> None:
         listener.before_clip(gradients)
 
 
-def _tell_after(gradients: list[torch.Tensor], total_norm: Any) -> None:
+def _tell_after(gradients: list[torch.Tensor], total_norm: Any, *, over_ranks: bool = False) -> None:
     for listener in tuple(_listeners):
-        listener.after_clip(gradients, total_norm)
+        listener.after_clip(gradients, total_norm, over_ranks)
 
 
 def _tell_changed() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from gradiometer.capture import layout, readback, scalars, scripting
+from gradiometer.capture.naming import PlainNames
 from gradiometer.capture.readback import Readback
 from gradiometer.guard import Guard
 
@@ -99,8 +100,9 @@ class ForwardProbe:
         self._loose: list[torch.Tensor] = []
         self._blocks: list[Readback] = []
         scripting.hide(self, _LeafHook)
+        names = PlainNames(model)
         self._handles = [
-            module.register_forward_hook(_LeafHook(self, prefix + layout.plain_name(model, name)))
+            module.register_forward_hook(_LeafHook(self, prefix + names.of(name)))
             for name, module in leaves(model)
         ]
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from gradiometer.capture import eager, layout
-from gradiometer.capture.layout import Layout
+from gradiometer.capture.layout import Layout, Places
 from gradiometer.capture.readback import Readback
-from gradiometer.capture.statistics import WIDTH, Floats
+from gradiometer.capture.statistics import SUM_SQUARES, WIDTH, Floats
+
+_MAX_LISTED: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +28,20 @@ class Partials:
     Attributes:
         layout: what the rows mean.
         blocks: row numbers in the table, and the rows.
+        unread: rows whose gradient exists but could not be read; see `wire.STATISTICS` for how that is told.
     """
 
     layout: Layout
     blocks: tuple[tuple[list[int], Readback], ...]
+    unread: tuple[int, ...] = ()
 
     def table(self) -> Floats:
         """Float64, shape (layers, 7); still multiplied by the loss scale if the gradients were. Agent thread only."""
         table = np.zeros((len(self.layout.layers), WIDTH))
         for rows, readback in self.blocks:
             table[rows] = readback.values()
+        if self.unread:
+            table[list(self.unread), SUM_SQUARES] = np.nan
         return table
 
 
@@ -69,25 +75,36 @@ class GradientReader:
     """Reads the gradients of the parameters that one optimizer updates.
 
     Args:
-        unavailable: told a metric and the reason why it cannot be collected; called at most once per reason.
+        unavailable: told a metric and the reason why it cannot be collected; may be told again.
+        sharded: parameters that differ from rank to rank, see `layout.Places`.
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: Any, prefix: str, unavailable: Callable[[str, str], None]
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        prefix: str,
+        unavailable: Callable[[str, str], None],
+        sharded: Places | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._prefix = prefix
         self._unavailable = unavailable
+        self._sharded = sharded
         self._layout: Layout | None = None
+        self._unread: dict[int, str] = {}
 
     @property
     def layout(self) -> Layout:
         """The current layers; built at first use, and again when the optimizer got other parameters."""
         num_updated = layout.num_in_optimizer(self._optimizer)
         if self._layout is None or self._layout.num_in_optimizer != num_updated:
+            self._unread.clear()
             try:
-                self._layout = layout.build(self._model, self._optimizer, self._prefix)
+                self._layout = layout.build(self._model, self._optimizer, self._prefix, self._sharded)
+                for note in self._layout.notes:
+                    self._unavailable("grad/layers", note)
             except layout.LayoutError as error:
                 self._unavailable("grad/layers", str(error))
                 # Without layers, so that it is not tried again at every step.
@@ -100,11 +117,22 @@ class GradientReader:
     def read(self) -> Partials:
         """Statistics of all gradients as they are now."""
         current = self.layout
+        if current.is_outdated():
+            self._layout = None
+            current = self.layout
+        num_unread = len(self._unread)
+        unread: list[int] = []
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
         blocks: list[tuple[list[int], Readback]] = []
         for row, parameter in enumerate(current.parameters):
-            gradient = self._local(parameter)
+            gradient = parameter.grad
             if gradient is None:
+                continue
+            gradient = self._local(gradient, row, unread)
+            span = current.spans[row]
+            gradient = gradient if gradient is None or span is None else gradient[span]
+            # Also a shard of no elements has nothing to say.
+            if gradient is None or not gradient.numel():
                 continue
             if gradient.layout != torch.strided:
                 blocks.append(([row], eager.read_sparse(gradient)))
@@ -115,30 +143,43 @@ class GradientReader:
         for (device, _), (rows, gradients) in groups.items():
             read = eager.read_cpu if device.type == "cpu" else eager.read_device
             blocks.append((rows, read(gradients)))
-        return Partials(layout=current, blocks=tuple(blocks))
+        if len(self._unread) > num_unread:
+            self._tell_unread(current)
+        return Partials(layout=current, blocks=tuple(blocks), unread=tuple(unread))
 
-    def _local(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """This rank's part of a gradient; None if there is none, or none that can be read."""
-        gradient: Any = parameter.grad
-        if gradient is None:
-            return None
-        if layout.is_distributed(gradient):
-            if any(layout.is_partial(placement) for placement in gradient.placements):
-                self._unavailable(
-                    "grad/layers",
-                    "some gradients are Partial DTensors, whose sums of squares cannot be merged",
-                )
-                return None
-            gradient = gradient._local_tensor
-        local: torch.Tensor = gradient
-        reason = _unreadable(local)
+    def _local(self, gradient: Any, row: int, unread: list[int]) -> torch.Tensor | None:
+        """This rank's part of a gradient; None if it cannot be read."""
+        reason = _unreadable(gradient)
         if reason is not None:
-            self._unavailable("grad/layers", reason)
+            unread.append(row)
+            self._unread[row] = reason
             return None
-        return local if local.numel() else None
+        return layout.local_of(gradient)
+
+    def _tell_unread(self, current: Layout) -> None:
+        """Say which layers are not collected and why, and that a norm without them would not be the norm."""
+        by_reason: dict[str, list[str]] = {}
+        for row, reason in self._unread.items():
+            by_reason.setdefault(reason, []).append(current.layers[row].name)
+        for reason, names in by_reason.items():
+            self._unavailable("grad/layers", f"{_listed(names)} not collected: {reason}")
+        count = len(self._unread)
+        self._unavailable(
+            "grad/norm",
+            f"it would lack {count} of {len(current.layers)} layers, whose gradients cannot be read",
+        )
 
 
-def _unreadable(gradient: torch.Tensor) -> str | None:
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more + (" are" if len(names) > 1 else " is")
+
+
+def _unreadable(gradient: Any) -> str | None:
+    if layout.is_distributed(gradient):
+        if any(layout.is_partial(placement) for placement in gradient.placements):
+            return "each rank holds a term of a sum (Partial), so that the gradient is known only after a collective"
+        gradient = gradient._local_tensor
     if gradient.is_complex():
         return "gradients of complex parameters have no order, so no minimum and maximum"
     if gradient.layout != torch.strided and not (gradient.is_sparse and gradient.device.type == "cpu"):

@@ -2,22 +2,31 @@
 
 Works without a collective. The shard key holds this rank's mesh coordinates on sharded dimensions only, so that two
 ranks with equal keys hold equal copies, also where a parameter lives on a sub-mesh (FSDP2 with tensor parallelism).
-FSDP2 and HSDP parameters are DTensors and say all this themselves; FSDP1 keeps it in its flat parameters.
+DTensors (FSDP2, HSDP, tensor parallelism) say all this themselves, FSDP1 keeps it in its flat parameters, and of
+plain tensors that differ from rank to rank (expert parallelism) only the user knows.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from gradiometer import wire
+from gradiometer.capture import fsdp1
+from gradiometer.capture.naming import PlainNames
 
-_TRANSPARENT: Final = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
-_REPLICATING: Final = ("DistributedDataParallel", "DataParallel")
+Places = Mapping[str, tuple[int, int]]
+"""Pattern of plain parameter names -> (rank, size) of the group whose ranks hold different values under those names."""
+
+_NO_NAMES: Final = (
+    "this version of torch hides which parameters are in FSDP's flat ones, which are therefore shown as one layer each; "
+    "use_orig_params=True gives every parameter its own"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,37 +35,83 @@ class Layout:
 
     Attributes:
         layers: as declared on the wire.
-        parameters: the parameter of each layer.
+        parameters: the parameter whose gradient holds each layer; one may hold several.
+        spans: where in that gradient, flattened, the layer is; None: everywhere.
+        owners: the distinct parameters.
+        placements: of a layer whose gradient is a DTensor: its placements as declared; None of others.
         num_in_optimizer: how many parameters the optimizer had when this was built: another number needs a new layout.
+        has_plain_shards: whether some local gradient is a shard but does not say so, as a DTensor does.
+        notes: what could not be found out, and why.
     """
 
     layers: tuple[wire.Layer, ...]
     parameters: tuple[torch.Tensor, ...]
     num_in_optimizer: int
+    spans: tuple[slice | None, ...] = ()
+    owners: tuple[torch.Tensor, ...] = ()
+    placements: tuple[Any, ...] = ()
+    has_plain_shards: bool = False
+    notes: tuple[str, ...] = ()
+
+    # Hot path: training thread, once per step.
+    def is_outdated(self) -> bool:
+        """Whether the gradients of some layer are now spread over the ranks in another way than was declared."""
+        for parameter, declared in zip(self.parameters, self.placements, strict=True):
+            if declared is None:
+                continue
+            placements = getattr(parameter.grad, "placements", declared)
+            if placements is not declared and placements != declared:
+                return True
+        return False
 
 
 class LayoutError(ValueError):
     """The parameters of an optimizer cannot be laid out; the message says why."""
 
 
-def build(model: torch.nn.Module, optimizer: Any, prefix: str) -> Layout:
-    """Layers of the parameters that `optimizer` updates, in the order of `model.named_parameters()`.
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Found:
+    """One layer before it is declared."""
 
-    Called at the first step, not at `watch`: `fully_shard` replaces the parameter objects.
+    name: str
+    full_name: str
+    parameter: torch.Tensor
+    order: int = 0
+    piece: fsdp1.FlatPiece | None = None
+    place: tuple[int, int] | None = None
+
+
+def build(model: torch.nn.Module, optimizer: Any, prefix: str, sharded: Places | None = None) -> Layout:
+    """Layers of the parameters that `optimizer` updates, in the order of the plain model's `named_parameters()`.
+
+    Called at the first step, not at `watch`: `fully_shard` replaces the parameter objects, and the gradients say
+    more than the parameters.
 
     Raises:
         LayoutError: no parameter of the model is in the optimizer, or there are more layers than the wire allows.
     """
     updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    named = _named(model, updated)
-    if len(named) > wire.MAX_COLUMNS:
+    found = _found(model, updated)
+    if len(found) > wire.MAX_COLUMNS:
         raise LayoutError(
-            f"the optimizer has {len(named)} parameters; at most {wire.MAX_COLUMNS} can be followed"
+            f"the optimizer has {len(found)} parameters; at most {wire.MAX_COLUMNS} can be followed"
         )
-    flat_pieces = dict(_flat_pieces(model))
-    layers = tuple(_layer(prefix + name, parameter, flat_pieces) for name, parameter in named)
+    notes = _assign_places(found, sharded or {})
+    if any(one.name.endswith(fsdp1.FLAT_NAME) for one in found):
+        notes.append(_NO_NAMES)
+    layers = tuple(_layer(prefix, one) for one in found)
     return Layout(
-        layers=layers, parameters=tuple(parameter for _, parameter in named), num_in_optimizer=len(updated)
+        layers=layers,
+        parameters=tuple(one.parameter for one in found),
+        num_in_optimizer=len(updated),
+        spans=tuple(None if one.piece is None else one.piece.span for one in found),
+        owners=tuple({id(one.parameter): one.parameter for one in found}.values()),
+        placements=tuple(_placements(one.parameter) for one in found),
+        has_plain_shards=any(
+            layer.num_shards > 1 and not is_distributed(one.parameter)
+            for layer, one in zip(layers, found, strict=True)
+        ),
+        notes=tuple(notes),
     )
 
 
@@ -65,53 +120,85 @@ def num_in_optimizer(optimizer: Any) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _named(model: torch.nn.Module, updated: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def _found(model: torch.nn.Module, updated: list[torch.Tensor]) -> list[_Found]:
     wanted = {id(parameter) for parameter in updated}
     named = [(name, value) for name, value in model.named_parameters() if id(value) in wanted]
     if not named:
         raise LayoutError(
             "none of the model's parameters is in the optimizer: pass the model that the optimizer was built from"
         )
-    found = {id(parameter) for _, parameter in named}
-    strangers = [parameter for parameter in updated if id(parameter) not in found]
-    clean = [(plain_name(model, name), parameter) for name, parameter in named]
-    if len({name for name, _ in clean}) < len(clean):
-        clean = named
-    return clean + [(f"optimizer.parameter{index}", parameter) for index, parameter in enumerate(strangers)]
+    names, pieces = PlainNames(model), fsdp1.pieces(model)
+    places = {path: (order, module) for order, (path, module) in enumerate(model.named_modules())}
+    orders = {id(module): order for order, module in places.values()}
+    found: list[_Found] = []
+    for name, parameter in named:
+        path = name.rpartition(".")[0]
+        order = places[path][0] if path in places else 0
+        found += _layers_in(names, name, parameter, order, pieces.get(id(parameter), ()), orders)
+    # A flat parameter comes before all modules of its unit; sorting is stable, so nothing else moves.
+    found.sort(key=lambda one: one.order)
+    if len({one.name for one in found}) < len(found):
+        for one in found:
+            one.name = one.full_name
+    known = {id(parameter) for _, parameter in named}
+    strangers = [parameter for parameter in updated if id(parameter) not in known]
+    for index, stranger in enumerate(strangers):
+        name = f"optimizer.parameter{index}"
+        found.append(_Found(name=name, full_name=name, parameter=stranger))
+    return found
 
 
-def plain_name(model: torch.nn.Module, name: str) -> str:
-    """The name without what wrappers (DDP, FSDP1, compile, activation checkpointing) put into it."""
-    for part in _leading_parts(model):
-        name = name.removeprefix(part)
-    for part in _TRANSPARENT:
-        name = name.replace(part, "")
-    return name
-
-
-def _leading_parts(model: Any) -> Iterator[str]:
-    # "module." is stripped only where a wrapper put it: a user's own submodule may have that name.
-    while True:
-        if type(model).__name__ in _REPLICATING:
-            yield "module."
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            yield "_orig_mod."
-            model = model._orig_mod
-        else:
-            return
-
-
-def _layer(name: str, parameter: Any, flat_pieces: dict[int, _FlatPiece]) -> wire.Layer:
-    name = name[: wire.MAX_NAME_CHARS]
-    piece = flat_pieces.get(id(parameter))
-    if piece is not None:
-        return wire.Layer(
-            name=name, shape=piece.shape, numel=piece.numel, shard=piece.shard, num_shards=piece.num_shards
+def _layers_in(
+    names: PlainNames,
+    name: str,
+    parameter: torch.Tensor,
+    order: int,
+    pieces: tuple[fsdp1.FlatPiece, ...],
+    orders: Mapping[int, int],
+) -> Iterator[_Found]:
+    """The layers in one parameter: itself, or the originals in a flat one."""
+    unit = name.removesuffix(fsdp1.FLAT_NAME)
+    for piece in pieces or (None,):
+        full_name = name if piece is None or piece.name is None else unit + piece.name
+        yield _Found(
+            name=names.of(full_name),
+            full_name=full_name,
+            parameter=parameter,
+            order=order if piece is None else orders.get(id(piece.owner), order),
+            piece=piece,
         )
-    shape = tuple(int(size) for size in parameter.shape)
-    shard, num_shards = _mesh_shard(parameter) if is_distributed(parameter) else ((), 1)
-    return wire.Layer(name=name, shape=shape, numel=math.prod(shape), shard=shard, num_shards=num_shards)
+
+
+def _assign_places(found: list[_Found], sharded: Places) -> list[str]:
+    """Say of each layer which of the user's patterns it matches first; returns what to tell the user."""
+    notes = []
+    for pattern, place in sharded.items():
+        matching = [one for one in found if fnmatch.fnmatchcase(one.name, pattern)]
+        if not matching:
+            notes.append(f"the pattern {pattern!r} of `sharded` matches no parameter, e.g. {found[0].name}")
+        for one in matching:
+            one.place = one.place or place
+    return notes
+
+
+def _layer(prefix: str, found: _Found) -> wire.Layer:
+    parameter: Any = found.parameter
+    if found.piece is not None:
+        shape, shard, num_shards = found.piece.shape, found.piece.shard, found.piece.num_shards
+    else:
+        shape = tuple(int(size) for size in parameter.shape)
+        shard, num_shards = _mesh_shard(parameter) if is_distributed(parameter) else ((), 1)
+    if found.place is not None:
+        # One parameter of the size of all ranks' together.
+        rank, size = found.place
+        shape, shard, num_shards = (size, *shape), (rank, *shard), size * num_shards
+    return wire.Layer(
+        name=(prefix + found.name)[: wire.MAX_NAME_CHARS],
+        shape=shape,
+        numel=math.prod(shape),
+        shard=shard,
+        num_shards=num_shards,
+    )
 
 
 def local_of(tensor: Any) -> torch.Tensor:
@@ -130,49 +217,20 @@ def is_partial(placement: Any) -> bool:
     return bool(placement.is_partial())
 
 
+def _placements(parameter: Any) -> Any:
+    """Placements of the gradient, which need not be the parameter's; of the parameter where there is none yet."""
+    gradient = parameter.grad
+    return getattr(parameter if gradient is None else gradient, "placements", None)
+
+
 def _mesh_shard(parameter: Any) -> tuple[tuple[int, ...], int]:
     mesh = parameter.device_mesh
     coordinates = mesh.get_coordinate() or ()
+    placements = _placements(parameter)
     sharded = [
         (int(coordinate), int(size))
-        for coordinate, placement, size in zip(coordinates, parameter.placements, mesh.shape, strict=False)
-        if not placement.is_replicate()
+        for coordinate, placement, size in zip(coordinates, placements, mesh.shape, strict=False)
+        # A Partial gradient is not read; what it belongs to is whole on every rank.
+        if not placement.is_replicate() and not is_partial(placement)
     ]
     return tuple(coordinate for coordinate, _ in sharded), math.prod(size for _, size in sharded)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FlatPiece:
-    """What FSDP1 knows about one original parameter."""
-
-    shape: tuple[int, ...]
-    numel: int
-    shard: tuple[int, ...]
-    num_shards: int
-
-
-def _flat_pieces(model: torch.nn.Module) -> Iterable[tuple[int, _FlatPiece]]:
-    """Pieces by `id(parameter)`, for every FSDP1 unit in the model."""
-    for module in model.modules():
-        handle = getattr(module, "_handle", None)
-        flat_parameter = getattr(handle, "flat_param", None)
-        if handle is None or flat_parameter is None:
-            continue
-        group = handle.process_group
-        sharded = bool(handle.uses_sharded_strategy)
-        shard = (int(group.rank()),) if sharded else ()
-        num_shards = int(group.size()) if sharded else 1
-        originals = getattr(flat_parameter, "_params", None)
-        if originals is None:
-            numel = int(flat_parameter._unpadded_unsharded_size.numel())
-            yield (
-                id(flat_parameter),
-                _FlatPiece(shape=(numel,), numel=numel, shard=shard, num_shards=num_shards),
-            )
-            continue
-        for parameter, shape in zip(originals, flat_parameter._shapes, strict=False):
-            sizes = tuple(int(size) for size in shape)
-            yield (
-                id(parameter),
-                _FlatPiece(shape=sizes, numel=math.prod(sizes), shard=shard, num_shards=num_shards),
-            )
