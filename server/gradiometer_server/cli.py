@@ -1,4 +1,4 @@
-"""`python -m gradiometer_server serve | db`: the server's command line.
+"""`gradiometer serve | db` (`python -m gradiometer_server`): the server's command line.
 
 What a person can put right is one line on standard error and exit code 2; never a traceback.
 """
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gradiometer_server", description="Gradiometer's server.")
+    parser = argparse.ArgumentParser(prog="gradiometer", description="Gradiometer's server.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="run the server"))
     _add_db(commands.add_parser("db", help="look after the database"))

@@ -12,6 +12,8 @@ from typing import Final
 
 from gradiometer import __version__
 
+SERVER_COMMANDS: Final = ("serve", "db")
+
 _HELP: Final = """\
 usage: gradiometer COMMAND [options]
 
@@ -21,7 +23,7 @@ commands:
   serve   start the server and its dashboard
   demo    train a small model and watch it live
   sync    deliver runs that are waiting in a spool on this machine
-  db      the server's database: migrations
+  db      the server's database: figures, check, backup, migrations
 
   gradiometer COMMAND --help    options of one command
   gradiometer --version
@@ -50,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _sync(rest)
     if command == "demo":
         return _demo(rest)
-    return _server(arguments)
+    if command in SERVER_COMMANDS:
+        return _server(arguments)
+    sys.stderr.write(f"gradiometer: there is no command {command!r}.\n\n{_HELP}")
+    return 2
 
 
 def _sync(argv: list[str]) -> int:

@@ -115,7 +115,7 @@ def _text(what: str, value: object) -> str:
 def _identifier(what: str, value: object) -> str:
     text = _text(what, value)
     problem = wire.name_problem(text)
-    if problem is None and len(text) > wire.MAX_ID_CHARS:
+    if len(text) > wire.MAX_ID_CHARS:
         problem = f"it has {len(text)} characters; at most {wire.MAX_ID_CHARS} are allowed"
     if problem is not None:
         raise ValueError(f"{what} {text[:40]!r} cannot be used: {problem}. Choose a short printable {what}.")

@@ -181,6 +181,7 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
         connection.execute(f"PRAGMA {pragma}")
 
 
+_WAITS: Final = "the server tries again by itself."
 _REMEDIES: Final = (
     ("disk is full", "Free space on that disk; agents keep their reports and send them again."),
     (
@@ -204,7 +205,7 @@ def _remedy(cause: str) -> str:
     for phrase, remedy in _REMEDIES:
         if phrase in cause:
             return remedy
-    return "Check that the database runs and can be reached; the server tries again by itself."
+    return f"Check that the database runs and can be reached; {_WAITS}"
 
 
 def open_database(url: str, *, clock: Clock) -> Database:
@@ -225,7 +226,8 @@ def open_database(url: str, *, clock: Clock) -> Database:
         upgrade(database)
     except StoreUnavailable as error:
         database.close()
-        raise ConfigurationError(error.message, remedy=error.remedy) from error
+        remedy = error.remedy.replace(_WAITS, "then start the server again.")
+        raise ConfigurationError(error.message, remedy=remedy) from error
     except BaseException:
         database.close()
         raise
@@ -242,7 +244,12 @@ def make_folder(path: Path) -> None:
             f"the folder {path.parent} for the database cannot be made: {error.strerror}.",
             remedy="Name a file in a writable folder with GRADIOMETER_DATABASE_URL.",
         ) from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if path.is_dir():
+        raise ConfigurationError(
+            f"the database {path} is a folder.",
+            remedy=f"Name a file, for example sqlite:///{path}/gradiometer.db, in GRADIOMETER_DATABASE_URL.",
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigurationError(
             f"the database file {path} cannot be written.",
             remedy="Make it writable for this user, or name another file with GRADIOMETER_DATABASE_URL.",

@@ -94,6 +94,7 @@ def test_environment_and_arguments_above_it(monkeypatch, tmp_path):
         ({"url": "http://"}, r"is not the address"),
         ({"url": "http://h:99999"}, r"is not the address"),
         ({"url": "http://[::1"}, r"is not the address"),
+        ({"run_id": "x" * 600}, r"run_id 'x+' cannot be used: it has 600 characters; at most 128"),
         ({"run_id": "x" * 129}, r"run_id 'x+' cannot be used: it has 129 characters; at most 128"),
         ({"run_id": "a\nb"}, r"run_id.*control character"),
         ({"project": " "}, r"project ' ' cannot be used: the name is empty"),

@@ -49,6 +49,14 @@ def test_other_commands_become_the_server(monkeypatch: pytest.MonkeyPatch) -> No
     assert executed == [sys.executable, command]
 
 
+def test_an_unknown_command_is_named_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["foo"]) == 2
+    told = capsys.readouterr().err
+    assert "no command 'foo'" in told
+    assert "serve" in told
+    assert "sync" in told
+
+
 def test_a_missing_server_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +78,7 @@ def test_the_command_reaches_the_real_server() -> None:
     )
     assert answer.returncode == 0, answer.stderr
     assert "--port" in answer.stdout
+    assert "usage: gradiometer serve" in answer.stdout
 
 
 def test_sync_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"file/below"):
         opened(f"sqlite:///{tmp_path}/file/below/a.db")
     (tmp_path / "folder.db").mkdir()
-    with pytest.raises(ConfigurationError, match=r"folder\.db cannot be written"):
+    with pytest.raises(ConfigurationError, match=r"folder\.db is a folder\. Name a file"):
         opened(f"sqlite:///{tmp_path}/folder.db")
 
 
