@@ -102,11 +102,13 @@ def test_layers_over_attempts_with_other_layers(database: Database) -> None:
     assert found.num_finite_BW.tolist() == [[1, 0], [0, 0], [1, 0]]
     assert found.num_nan_BW.tolist() == [[0, 0], [1, 0], [0, 0]]
     assert np.array_equal(found.max_BW, [[2.0, np.nan], [np.nan, np.nan], [4.0, np.nan]], equal_nan=True)
-    step, at_layout, statistics = reader.layer_statistics_at(key, 2)
+    found = reader.layer_statistics_at(key, 2)
+    step, at_layout, statistics = found.step, found.layout, found.values
     assert (step, at_layout, list(statistics)) == (2, one, ["norm"])
     assert statistics["norm"][0] == 1.0
     assert np.isnan(statistics["norm"][1])
-    step, _, statistics = reader.layer_statistics_at(key, None)
+    found = reader.layer_statistics_at(key, None)
+    step, statistics = found.step, found.values
     assert step == 3
     assert is_absent(statistics["norm"]).tolist() == [False, True]
     with pytest.raises(NotFound, match="step"):

@@ -73,8 +73,15 @@ values = st.floats(width=32, allow_nan=True, allow_infinity=True) | st.just(math
 
 
 @st.composite
+def subsets(draw: st.DrawFn) -> tuple[str, ...]:
+    """Statistics that a layer schema may hold, in wire order."""
+    chosen = draw(st.sets(st.sampled_from(wire.STATISTICS))) | set(wire.NORM_STATISTICS)
+    return tuple(name for name in wire.STATISTICS if name in chosen)
+
+
+@st.composite
 def logs(draw: st.DrawFn) -> dict[int, list[wire.Record]]:
-    """Up to three ranks, each with its own metrics, layers (sharded or pipeline stages) and pace of frames."""
+    """Up to three ranks, each with its own metrics, layers (sharded or pipeline stages), statistics and pace of frames."""
     world = draw(st.integers(1, 3))
     steps = draw(st.integers(1, 12))
     shared = draw(st.lists(st.sampled_from(["train/loss", "lr", "memory"]), unique=True, min_size=1))
@@ -98,12 +105,16 @@ def logs(draw: st.DrawFn) -> dict[int, list[wire.Record]]:
         said: list[wire.Record] = [
             wire.ScalarSchema(schema_id=1, columns=columns),
             wire.LayerSchema(schema_id=2, layers=layers),
+            wire.LayerSchema(schema_id=3, layers=layers, statistics=draw(subsets())),
         ]
+        width = {schema.schema_id: len(schema.statistics) for schema in said if hasattr(schema, "statistics")}
         for step in range(1, steps + 1):
             row = draw(st.lists(values, min_size=len(names), max_size=len(names)))
-            partials = draw(st.lists(st.integers(0, 9), min_size=LAYERS * 7, max_size=LAYERS * 7))
+            schema_id = draw(st.sampled_from([2, 3]))
+            size = LAYERS * width[schema_id]
+            partials = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
             said.append(_frame(1, step, step + rank / 8, row))
-            said.append(_frame(2, step, step + 0.5, partials))
+            said.append(_frame(schema_id, step, step + 0.5, partials))
         said.append(wire.Event(kind="exit", time=99.0, attributes={"code": 0}))
         records[rank] = said
     return records

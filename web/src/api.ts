@@ -96,6 +96,8 @@ export interface FlowAnswer {
   step: number | null;
   layers: string[];
   statistics: Record<string, WireFloat[]>;
+  /** The step that a statistic's values are of: norms are read in every step, others perhaps less often. */
+  measured_at: Record<string, number | null>;
 }
 
 /** An answer that was not 2xx, with what the server said about it. */

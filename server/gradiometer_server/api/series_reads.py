@@ -87,13 +87,14 @@ class SeriesReads:
         """All statistics by depth. Raises `NotFound` (the run)."""
         key = self._reads.key(run_id)
         try:
-            at, layout, statistics = self._series.layer_statistics_at(key, step)
+            found = self._series.layer_statistics_at(key, step)
         except NotFound:
-            return {"step": None, "layers": [], "statistics": {}}
+            return {"step": None, "layers": [], "statistics": {}, "measured_at": {}}
         return {
-            "step": at,
-            "layers": list(layout.names),
-            "statistics": {name: floats_to_json(row_L) for name, row_L in statistics.items()},
+            "step": found.step,
+            "layers": list(found.layout.names),
+            "statistics": {name: floats_to_json(row_L) for name, row_L in found.values.items()},
+            "measured_at": dict(found.measured_at),
         }
 
 

@@ -49,7 +49,8 @@ class FoldedLayers:
 
     Attributes:
         statistics: by name (`LAYER_STATISTICS`), float64 of shape (L,); `domain.absent.ABSENT` where a layer had no
-            gradient.
+            gradient, or where not all that hold a part of it measured what the statistic needs. One that nobody
+            measured in this step is left out; norm, rms and num_nonfinite are always there.
         num_nonfinite_by_rank: rank -> int64 of shape (L,), for ranks with any non-finite element.
         expected: number of (layer, shard) pairs that should have reported; `seen`: that did. seen < expected means
             that a rank is missing and the figures are of what was seen.

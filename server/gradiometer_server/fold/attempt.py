@@ -1,6 +1,6 @@
 """Merging the ranks of one attempt, step by step. Pure; told the time by its caller (monotonic seconds).
 
-Shape letters: S steps of a frame, C columns, L layers of one rank, P partial statistics.
+Shape letters: S steps of a frame, C columns, L layers of one rank, P partial statistics, K those of a schema.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gradiometer.wire import Column, LayerSchema
+from gradiometer.wire import STATISTICS, Column, LayerSchema
 from gradiometer_server.domain.folded import Folded, FoldedEvent, FoldedLayers, FoldedScalars, Layout
 from gradiometer_server.fold.derive import derive_global, derive_layers
 from gradiometer_server.fold.lane import MAX_CELLS, MAX_HELD, Cell, Lane
@@ -21,8 +21,10 @@ from gradiometer_server.fold.ranks import (
     expected_shards,
     merge_scalar,
     merged_layers,
+    widened,
 )
 from gradiometer_server.fold.times import StepTimes
+from gradiometer_server.fold.watches import LayerWatches
 from gradiometer_server.fold.watermark import NO_BOUND, Watermark
 
 LayoutMaker = Callable[[tuple[str, ...], tuple[int, ...]], Layout]
@@ -44,9 +46,11 @@ class AttemptFold:
         self.times = StepTimes()
         self.num_late = 0
         self._make_layout = make_layout
+        self._watches = LayerWatches()
         self._scalars: dict[str, Lane[float]] = {}
         self._merges: dict[str, dict[int, str]] = {}
-        self._layers: Lane[Partials] = Lane(shows_lone=False)
+        self._layers: Lane[Partials] = Lane(shows_lone=False, is_whole=self._watches.is_whole)
+        self._alone: tuple[int, Partials] | None = None
         self._schemas: dict[tuple[int, int], LayerSchema] = {}
         self._layout: Layout | None = None
         self._mergers: dict[tuple[tuple[int, int], ...], tuple[Layout, LayerMerger]] = {}
@@ -64,6 +68,7 @@ class AttemptFold:
         """`rank` will report these layers; the layout of the attempt may grow by it."""
         self._layers.declared.add(rank)
         self._schemas[rank, schema.schema_id] = schema
+        self._watches.declare(rank, schema)
         self._layout = None
         self._expected = expected_shards(self._schemas.values())
         self._layers.max_cells = _max_layer_cells(self._schemas.values())
@@ -101,14 +106,18 @@ class AttemptFold:
         return [FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=alone, by_rank=by_rank)]
 
     def layers(
-        self, rank: int, seq: int, step: int, time_s: float, schema_id: int, partials_LP: NDArray[np.float64]
+        self, rank: int, seq: int, step: int, time_s: float, schema_id: int, partials_LK: NDArray[np.float64]
     ) -> list[Folded]:
-        """Partial statistics of one step of one rank."""
+        """Partial statistics of one step of one rank, in the columns of its schema."""
         self.times.report(step, time_s)
-        mine = {schema_id: partials_LP}
-        if len(self._schemas) == 1 and self.mark.world_size == 1:
+        mine = {schema_id: widened(self._schemas[rank, schema_id], partials_LK)}
+        if self._watches.num == 1 and self.mark.world_size == 1:
+            self._alone = (step, mine)
             return self._show_layers(step, time_s, {rank: mine})
         earlier = self._layers.value(rank, step)
+        if earlier is None and self._alone is not None and self._alone[0] == step:
+            # The step in which a second watch begins: the first one was shown alone.
+            earlier = self._alone[1]
         cell = self._layers.put(rank, seq, step, {**earlier, **mine} if earlier else mine)
         if cell is None:
             self.num_late += 1
@@ -154,13 +163,13 @@ class AttemptFold:
                 step=step,
                 time_s=time_s,
                 layout=layout,
-                statistics=derive_layers(merged.partials_MP),
+                statistics=derive_layers(merged.partials_MP, merged.measured),
                 num_nonfinite_by_rank=merged.num_nonfinite_by_rank,
                 expected=self._expected,
                 seen=merged.seen,
             )
         ]
-        totals = derive_global(merged.partials_MP)
+        totals = derive_global(merged.partials_MP, merged.measured)
         if totals:
             items.append(FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=totals))
         mismatch = None if self._mismatch_told else merger.mismatch(partials)
@@ -222,5 +231,7 @@ class AttemptFold:
 
 def _max_layer_cells(schemas: Iterable[LayerSchema]) -> int:
     """How many steps of layers may be in memory; at least as many as are held for late ranks."""
-    step_bytes = sum(8 * len(schema.layers) * len(schema.statistics) for schema in schemas)
+    # One schema of each list of layers: the others say the same of other steps, with fewer or more statistics.
+    num_layers = sum(len(layers) for layers in {schema.layers for schema in schemas})
+    step_bytes = 8 * len(STATISTICS) * num_layers
     return max(MAX_HELD, min(MAX_CELLS, _MAX_LAYER_BYTES // step_bytes))

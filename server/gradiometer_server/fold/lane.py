@@ -7,7 +7,7 @@ forgotten. Every lane has its own progress, because users count steps as they li
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -35,12 +35,20 @@ class Lane(Generic[V]):
 
     `shows_lone`: a thing that only one rank declared is shown at once, and merged again should others come. Layers
     are not: a layout that grows rank by rank at every start would be no layout.
+
+    `is_whole(rank, value)`: whether a rank has said all of a step that it will say; without it, always.
     """
 
-    def __init__(self, *, shows_lone: bool, max_cells: int = MAX_CELLS) -> None:
+    def __init__(
+        self,
+        *,
+        shows_lone: bool,
+        max_cells: int = MAX_CELLS,
+        is_whole: Callable[[int, V], bool] | None = None,
+    ) -> None:
         self.declared: set[int] = set()
         self.max_cells = max_cells
-        self._shows_lone = shows_lone
+        self._shows_lone, self._is_whole = shows_lone, is_whole
         self._fresh: set[int] = set()
         self._cells: dict[int, Cell[V]] = {}
         self._heap: list[int] = []
@@ -77,10 +85,16 @@ class Lane(Generic[V]):
         shown = [
             self._cells[step]
             for step in sorted(self._fresh)
-            if lone or step < bound or len(self._cells[step].by_rank) >= mark.world_size
+            if lone or step < bound or self._is_complete(self._cells[step], mark)
         ]
         self._fresh.difference_update(cell.step for cell in shown)
         return shown + self._release(mark, bound)
+
+    def _is_complete(self, cell: Cell[V], mark: Watermark) -> bool:
+        if len(cell.by_rank) < mark.world_size:
+            return False
+        whole = self._is_whole
+        return whole is None or all(whole(rank, value) for rank, value in cell.by_rank.items())
 
     @property
     def is_waiting(self) -> bool:
@@ -93,7 +107,7 @@ class Lane(Generic[V]):
         pushed_out: list[Cell[V]] = []
         while self._heap:
             cell, fresh = self._cells[self._heap[0]], self._heap[0] in self._fresh
-            done = not fresh and (cell.step < final or len(cell.by_rank) >= mark.world_size)
+            done = not fresh and (cell.step < final or self._is_complete(cell, mark))
             crowded = not fresh and cell.step < bound and len(self._heap) > MAX_HELD
             if not (done or crowded or len(self._heap) > self.max_cells):
                 break

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gradiometer.wire import LayerSchema
-from gradiometer_server.fold.derive import COUNT, MAX, MIN, NUM_NONFINITE, SUM_SQUARES
+from gradiometer.wire import STATISTICS, LayerSchema
+from gradiometer_server.fold.derive import ALL, COUNT, MAX, MIN, NUM_NONFINITE, SUM_SQUARES, Measured
 
 REPLICA_TOLERANCE: Final = 1e-6
 """Relative difference of two replicas' sums of squares beyond which they no longer hold the same gradient."""
@@ -24,6 +24,20 @@ Writer = tuple[int, int]
 
 _IDENTITY: Final = np.array([0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0])
 """The partial of no elements: merging it changes nothing."""
+
+
+def measured_columns(statistics: Sequence[str]) -> tuple[int, ...]:
+    """Places in a full partial of the statistics that a schema names."""
+    return tuple(STATISTICS.index(name) for name in statistics)
+
+
+def widened(schema: LayerSchema, partials_LK: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Partials of a schema in all columns (L, P): those that it does not measure hold what changes no merge."""
+    if schema.statistics == STATISTICS:
+        return partials_LK
+    partials_LP = np.tile(_IDENTITY, (len(schema.layers), 1))
+    partials_LP[:, measured_columns(schema.statistics)] = partials_LK
+    return partials_LP
 
 
 def merge_scalar(by_rank: Mapping[int, float], merge: str) -> float:
@@ -71,6 +85,7 @@ class MergedLayers:
     """Partials of one step over all ranks: float64 (M, P); `seen` counts the (layer, shard) pairs in them."""
 
     partials_MP: NDArray[np.float64]
+    measured: Measured
     num_nonfinite_by_rank: Mapping[int, NDArray[np.int64]]
     seen: int
 
@@ -98,6 +113,12 @@ class LayerMerger:
             writer: np.array([place[layer.name] for layer in schema.layers], dtype=np.intp)
             for writer, schema in schemas.items()
         }
+        columns = {writer: measured_columns(schema.statistics) for writer, schema in schemas.items()}
+        self._unmeasured = {
+            writer: np.array([column for column in ALL if column not in columns[writer]], dtype=np.intp)
+            for writer in schemas
+        }
+        self._by_some = frozenset(column for found in columns.values() for column in found)
         self._own: dict[Writer, NDArray[np.intp]] = {}
         self._replicas: list[_Replicas] = []
         owners: dict[tuple[str, tuple[int, ...]], tuple[Writer, int]] = {}
@@ -128,11 +149,12 @@ class LayerMerger:
             )
 
     def merge(self, partials: Mapping[Writer, NDArray[np.float64]]) -> MergedLayers:
-        """Merge writer -> float64 (L, P), of exactly the writers given at the start.
+        """Merge writer -> float64 (L, P), `widened`, of exactly the writers given at the start.
 
         # Hot path: once per step; must not loop over layers in Python.
         """
         merged_MP = np.tile(_IDENTITY, (len(self._names), 1))
+        missing_MP: NDArray[np.bool_] | None = None
         nonfinite: dict[int, NDArray[np.int64]] = {}
         with np.errstate(all="ignore"):
             for writer in sorted(partials):
@@ -140,11 +162,19 @@ class LayerMerger:
                 partials_LP = np.where(has_gradient_L1, partials[writer], _IDENTITY)
                 own, place_L = self._own[writer], self._place[writer]
                 _add(merged_MP, partials_LP[own], place_L[own])
+                if len(self._unmeasured[writer]):
+                    if missing_MP is None:
+                        missing_MP = np.zeros(merged_MP.shape, dtype=np.bool_)
+                    contributing = place_L[own][has_gradient_L1[own, 0]]
+                    missing_MP[np.ix_(contributing, self._unmeasured[writer])] = True
                 bad_L = partials_LP[:, NUM_NONFINITE]
                 if bad_L.any():
                     bad_M = nonfinite.setdefault(writer[0], np.zeros(len(self._names), dtype=np.int64))
                     bad_M[place_L] = bad_L.astype(np.int64)
-        return MergedLayers(partials_MP=merged_MP, num_nonfinite_by_rank=nonfinite, seen=self._seen)
+        measured = Measured(by_some=self._by_some, missing_MP=missing_MP)
+        return MergedLayers(
+            partials_MP=merged_MP, measured=measured, num_nonfinite_by_rank=nonfinite, seen=self._seen
+        )
 
     def mismatch(self, partials: Mapping[Writer, NDArray[np.float64]]) -> ReplicaMismatch | None:
         """First pair of replicas that disagree; copies without a gradient are not compared."""

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Connection, bindparam, func, select
 
-from gradiometer_server.domain.absent import ABSENT, is_absent
 from gradiometer_server.domain.folded import Layout
 from gradiometer_server.domain.names import LAYER_PREFIX
 from gradiometer_server.domain.series import Buckets, Tail
 from gradiometer_server.errors import InvalidRequest, NotFound
 from gradiometer_server.store.database import Database
+from gradiometer_server.store.layers_at import LayersAt, common_of, layers_at, layout_id_of
 from gradiometer_server.store.metric_rows import Latest, MetricRow, last_value, metric_of
 from gradiometer_server.store.pieces import (
     Fetched,
@@ -41,7 +41,7 @@ from gradiometer_server.store.series import (
 )
 from gradiometer_server.store.tables import series, source
 from gradiometer_server.summaries import buckets as bucketing
-from gradiometer_server.summaries.columns import common_layout, places, spread, spread_values
+from gradiometer_server.summaries.columns import places, spread
 from gradiometer_server.summaries.selection import AttemptSpan, attempt_cuts, display_width
 
 __all__ = ["MAX_BUCKETS", "Latest", "MetricRow", "SeriesReader", "Tails"]
@@ -145,18 +145,18 @@ class SeriesReader:
             pieces = _pieces(conn, run_key, LAYER_PREFIX + statistic, None, tails)
             layouts = {layout.layout_id: layout for layout in list_layouts(conn, run_key)}
             width, fetched = _fetch(conn, pieces, first, last, columns)
-        common = _common(pieces, layouts)
+        common = common_of(pieces, layouts)
         parts: list[Buckets] = []
         for one in fetched:
-            to = places(layouts[_layout_id(one.piece)], common)
+            to = places(layouts[layout_id_of(one.piece)], common)
             parts.extend(spread(part, to, len(common.names)) for part in buckets_of(one, width))
         found = bucketing.merge(parts, width) if parts else bucketing.empty(width, len(common.names))
         return common, found
 
-    def layer_statistics_at(
-        self, run_key: int, step: int | None = None
-    ) -> tuple[int, Layout, dict[str, NDArray[np.float64]]]:
-        """All layer statistics (L,) at the last step <= `step` (None: the newest); ABSENT where there is none.
+    def layer_statistics_at(self, run_key: int, step: int | None = None) -> LayersAt:
+        """All layer statistics at the last step <= `step` (None: the newest).
+
+        Those that are not measured in every step are of the last step in which they were: see `LayersAt`.
 
         Raises:
             NotFound: no layer statistics at or before that step.
@@ -172,12 +172,7 @@ class SeriesReader:
             pieces = _cut(conn, run_key, rows, tails)
             layouts = {layout.layout_id: layout for layout in list_layouts(conn, run_key)}
             fetched = [fetch_last(conn, piece, limit) for piece in pieces]
-        found = [(one.piece, *points) for one in fetched if (points := _last_point(one)) is not None]
-        if not found:
-            raise NotFound("layer statistics at or before step", str(limit))
-        at = max(last for _, last, _ in found)
-        common = _common([piece for piece, last, _ in found if last == at], layouts)
-        return at, common, _statistics_at(at, found, layouts, common)
+        return layers_at(fetched, layouts, limit)
 
     def latest(self, run_keys: Iterable[int]) -> dict[int, Latest]:
         """Newest merged scalars of several runs in one go, tails included; hidden metrics (`_...`) left out."""
@@ -281,39 +276,3 @@ def _fetch(
         return 1, []
     width = display_width(low, high, most)
     return width, [fetch(conn, piece, low, high, width) for piece in pieces]
-
-
-def _layout_id(piece: Piece) -> int:
-    layout_id = piece.row.series.layout_id
-    if layout_id is None:
-        raise ValueError(f"layer series {piece.row.series.series_id} has no layout")
-    return layout_id
-
-
-def _common(pieces: Sequence[Piece], layouts: Mapping[int, Layout]) -> Layout:
-    """Layout of the newest attempt that has points; one that grew within the attempt keeps all its layers."""
-    filled = [piece for piece in pieces if piece.first_step is not None] or list(pieces)
-    newest = filled[-1].row.series.attempt
-    ids = sorted({_layout_id(piece) for piece in filled if piece.row.series.attempt == newest})
-    return common_layout([layouts[layout_id] for layout_id in ids])
-
-
-def _last_point(fetched: Fetched) -> tuple[int, NDArray[np.float64]] | None:
-    steps, values = points_of(fetched)
-    return (int(steps[-1]), values[-1]) if len(steps) else None
-
-
-def _statistics_at(
-    at: int,
-    found: Sequence[tuple[Piece, int, NDArray[np.float64]]],
-    layouts: Mapping[int, Layout],
-    common: Layout,
-) -> dict[str, NDArray[np.float64]]:
-    result: dict[str, NDArray[np.float64]] = {}
-    for piece, last, values in found:
-        name = piece.row.series.key.removeprefix(LAYER_PREFIX)
-        row_L = result.setdefault(name, np.full(len(common.names), ABSENT))
-        if last == at:
-            moved = spread_values(values, places(layouts[_layout_id(piece)], common), len(common.names))
-            result[name] = np.where(is_absent(moved), row_L, moved)
-    return result

@@ -117,3 +117,24 @@ def test_a_new_combination_of_names_at_every_step_does_not_declare_without_end()
     assert points == {
         (f"m{bit}", step) for step in range(count) for bit in range(10) if (step + 1) >> bit & 1
     }
+
+
+def test_the_same_layers_with_fewer_statistics_are_another_schema():
+    builder = records.Records()
+    builder.add_layers(1, 0.0, LAYERS, bytes(56))
+    builder.add_layers(2, 0.0, LAYERS, bytes(24), wire.NORM_STATISTICS)
+    builder.add_layers(3, 0.0, LAYERS, bytes(56))
+    out = decoded(builder)
+    assert kinds(out) == ["LayerSchema", "Frame", "LayerSchema", "Frame", "Frame"]
+    assert [schema.statistics for schema in (out[0], out[2])] == [wire.STATISTICS, wire.NORM_STATISTICS]
+    assert [(out[at].schema_id, out[at].steps) for at in (1, 3, 4)] == [(1, (1,)), (2, (2,)), (1, (3,))]
+
+
+def test_all_layers_of_a_step_come_before_those_of_the_next():
+    builder = records.Records()
+    others = (wire.Layer(name="v", shape=(2,), numel=2),)
+    for step in (1, 2, 3):
+        builder.add_layers(step, 0.0, LAYERS, bytes(56))
+        builder.add_layers(step, 0.0, others, bytes(56))
+    frames = [record for record in decoded(builder) if isinstance(record, wire.Frame)]
+    assert [frame.steps for frame in frames] == [(1,), (1,), (2,), (2,), (3,), (3,)]

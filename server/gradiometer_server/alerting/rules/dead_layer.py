@@ -94,9 +94,10 @@ class DeadLayer:
         if item.step <= self._state.last_step:
             return []
         self._state.last_step = item.step
-        zero_fraction_L = item.statistics["zero_fraction"]
-        absent_L = is_absent(zero_fraction_L)
-        quiet_L = absent_L | (zero_fraction_L == 1.0)
+        # Not the fraction of zeros, which is not measured in every step: a norm of 0 says that all elements are.
+        norm_L = item.statistics["norm"]
+        absent_L = is_absent(norm_L)
+        quiet_L = absent_L | (norm_L == 0.0)
         if quiet_L.all():
             return []  # Nothing had a gradient: that is the global norm's case, not a dead layer among living ones.
         # A layer that was alive and gets no gradient at all has been frozen on purpose; exact zeros are not chosen.
@@ -126,7 +127,7 @@ class DeadLayer:
                 severity=Severity.WARNING,
                 step=item.step,
                 time_s=item.time_s,
-                metric="layer/zero_fraction",
+                metric="layer/norm",
                 value=float(steps),
                 threshold=float(self._defaults.later_steps if learned else self._defaults.never_steps),
                 layers=tuple(item.layout.names[index] for index in order[:MAX_NAMED_LAYERS]),
