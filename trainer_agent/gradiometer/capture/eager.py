@@ -1,8 +1,7 @@
-"""Partial statistics of gradients in plain torch operations: the backend that runs everywhere.
+"""Reads gradients wherever they are: the native kernel or a recipe of torch operations, on the CPU or on a device.
 
-On the CPU some obvious reductions cost 5 to 20 times the L2 norm (inf-norm, isfinite, std, `t == 0`), so the recipe
-is norm, aminmax, sum and count_nonzero; the exact float64 path is taken only for a gradient whose norm says that
-float32 was not enough. On other devices nothing branches on a value, because that would be a sync.
+On the CPU the table is complete when a function returns. On other devices nothing branches on a value, because that
+would be a sync; the table is on its way to the host.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from gradiometer.capture import readback
+from gradiometer.capture import native, readback, recipe
 from gradiometer.capture.readback import KnownReadback, Readback
 from gradiometer.capture.statistics import (
     COUNT,
@@ -29,9 +28,8 @@ from gradiometer.capture.statistics import (
     with_implicit_zeros,
 )
 
-_ROW_ELEMENTS: Final = 4096
-_SMALLEST_RMS: Final = 1e-18
-"""Below this root mean square the squares get near float32's smallest normal number, 1.2e-38."""
+_DEVICE_BLOCK: Final = 1 << 24
+"""Elements whose bins are worked out at a time on a device: 128 MiB of temporaries at most."""
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,65 +45,78 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 # Hot path: training thread, once per optimizer step.
 def read_cpu(gradients: list[torch.Tensor]) -> Readback:
     """Statistics of non-empty dense gradients on the CPU; a table of shape (len(gradients), 7)."""
-    flats = [_widened(flat(gradient)) for gradient in gradients]
-    table = np.empty((len(flats), WIDTH))
-    counts = np.array([values.numel() for values in flats], dtype=np.float64)
-    table[:, COUNT] = counts
-    table[:, SUM] = _stacked([values.sum() for values in flats])
-    extremes = [torch.aminmax(values) for values in flats]
-    table[:, MIN] = _stacked([low for low, _ in extremes])
-    table[:, MAX] = _stacked([high for _, high in extremes])
-    table[:, NUM_ZEROS] = counts - _stacked([torch.count_nonzero(values) for values in flats])
-    table[:, SUM_SQUARES] = _sums_of_squares(flats)
-    table[:, NUM_NONFINITE] = 0.0
-    for index in np.flatnonzero(_undecided(table)):
-        table[index] = exact(flats[index].to(torch.float64).numpy())
-    return KnownReadback(table)
+    kernel = native.load()
+    table = native.table_of(gradients, flat) if kernel is not None else None
+    if kernel is None or table is None:
+        return KnownReadback(recipe.partials([flat(gradient) for gradient in gradients]))
+    return KnownReadback(kernel.partials(table))
 
 
-def _widened(values: torch.Tensor) -> torch.Tensor:
-    # Half-precision reductions are slower on a CPU than the conversion, and overflow at 65504.
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+# Hot path: training thread, once per optimizer step. On a device it must not read a value back.
+def read_norms(gradients: list[torch.Tensor]) -> Readback:
+    """What a norm needs, of non-empty dense gradients of one device and dtype.
 
-
-def _stacked(scalars: list[torch.Tensor]) -> Floats:
-    if any(scalar.dtype != scalars[0].dtype for scalar in scalars):
-        scalars = [scalar.to(torch.float64) for scalar in scalars]
-    stacked: Floats = torch.stack(scalars).numpy()
-    return stacked
-
-
-def _sums_of_squares(flats: list[torch.Tensor]) -> Floats:
-    """Norms of small gradients in one foreach call, of large ones by rows.
-
-    torch adds all squares of a float32 tensor in a few float32 lanes, which is off by 2e-4 at 4 million elements.
-    Rows of 4096 folded in float64 are good to 1e-6 (1e-5 if all elements are equal) and cost a tenth more.
+    Returns:
+        A table of shape (len(gradients), 3): count, sum of squares, and the number of non-finite elements, which is 0
+        where the sum of squares is finite and else counted.
     """
-    squares = np.zeros(len(flats))
-    small = [index for index, values in enumerate(flats) if values.numel() <= 2 * _ROW_ELEMENTS]
-    norms = torch._foreach_norm([flats[index] for index in small], 2) if small else []
-    for index, norm in zip(small, _stacked(list(norms)) if small else (), strict=True):
-        squares[index] = float(norm) ** 2
-    for index in set(range(len(flats))).difference(small):
-        squares[index] = _sum_of_squares_by_rows(flats[index])
-    return squares
+    if gradients and gradients[0].device.type != "cpu":
+        return _read_norms_of_device([flat(gradient) for gradient in gradients])
+    kernel = native.load()
+    table = native.table_of(gradients, flat) if kernel is not None else None
+    if kernel is None or table is None:
+        return KnownReadback(recipe.norms([flat(gradient) for gradient in gradients]))
+    return KnownReadback(kernel.norms(table))
 
 
-def _sum_of_squares_by_rows(values: torch.Tensor) -> float:
-    num_rows = values.numel() // _ROW_ELEMENTS
-    rows = values[: num_rows * _ROW_ELEMENTS].view(num_rows, _ROW_ELEMENTS)
-    norms = torch.linalg.vector_norm(rows, dim=1).to(torch.float64).numpy()
-    rest = torch.linalg.vector_norm(values[num_rows * _ROW_ELEMENTS :]).to(torch.float64).numpy()
-    return float(np.dot(norms, norms)) + float(rest) ** 2
+# Hot path: training thread. On a device it must not read a value back.
+def read_histograms(gradients: list[torch.Tensor], every: int = 1) -> Readback:
+    """Histograms of log2 magnitude of dense gradients of one device and dtype.
+
+    Args:
+        every: count one block of 4096 elements in `every`, beginning with the first (`native.SAMPLE_EVERY` costs
+            next to nothing). Only the native kernel samples; without it everything is counted.
+
+    Returns:
+        Counts in bins, shape (len(gradients), 256); what a bin is says `gradiometer.capture.native`. The sum of a
+        row is the number of elements that were counted.
+    """
+    if gradients and gradients[0].device.type != "cpu":
+        return readback.start(torch.stack([_bins_of_device(flat(gradient)) for gradient in gradients]))
+    kernel = native.load()
+    table = native.table_of(gradients, flat) if kernel is not None else None
+    if kernel is None or table is None:
+        return KnownReadback(np.stack([_bins_of_cpu(flat(gradient)) for gradient in gradients]))
+    return KnownReadback(kernel.histograms(table, every).astype(np.float64))
 
 
-def _undecided(table: Floats) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Rows for which float32 was not enough: something overflowed or is not finite, or squares underflowed."""
-    tiny = table[:, SUM_SQUARES] < _SMALLEST_RMS**2 * table[:, COUNT]
-    not_all_zero = table[:, NUM_ZEROS] < table[:, COUNT]
-    finite = np.isfinite(table[:, SUM_SQUARES]) & np.isfinite(table[:, SUM])
-    unclear: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~finite | (tiny & not_all_zero)
-    return unclear
+def _exponents(values: torch.Tensor) -> torch.Tensor:
+    """The bin of every element; int32."""
+    if values.dtype != torch.float64:
+        return (values.float().view(torch.int32) >> 23) & 255
+    # float64 has 11 bits of exponent, biased by 1023 instead of 127; the largest one means "not finite" in both.
+    wide = (values.view(torch.int64) >> 52) & 2047
+    return torch.where(wide == 2047, 255, (wide - (1023 - 127)).clamp(0, 254)).to(torch.int32)
+
+
+def _bins_of_cpu(values: torch.Tensor) -> Floats:
+    bins = np.zeros(native.NUM_BINS)
+    for block in recipe.cut(values.detach()):
+        bins += np.bincount(_exponents(block).numpy(), minlength=native.NUM_BINS)
+    return bins
+
+
+def _bins_of_device(values: torch.Tensor) -> torch.Tensor:
+    """Shape (256,), int32. torch.bincount would wait for the device to learn how many bins there are."""
+    bins = torch.zeros(native.NUM_BINS, dtype=torch.int32, device=values.device)
+    for block in values.detach().split(_DEVICE_BLOCK):
+        exponents = _exponents(block)
+        if values.is_cuda:
+            # Counts in shared memory; half of all elements fall into two or three bins, where scatter_add_ queues up.
+            bins += torch.histc(exponents, bins=native.NUM_BINS, min=0, max=native.NUM_BINS - 1)
+        else:
+            bins.scatter_add_(0, exponents.long(), torch.ones_like(exponents))
+    return bins
 
 
 # Hot path: training thread, once per optimizer step. Must not read a value back: no item, no branch on a tensor.
@@ -122,11 +133,40 @@ def read_device(gradients: list[torch.Tensor]) -> Readback:
         torch.stack([low for low, _ in extremes]),
         torch.stack([high for _, high in extremes]),
         torch.stack([torch.count_nonzero(values) for values in flats]),
-        # x - x is 0 for a finite x and NaN, which is not zero, for the others.
-        torch.stack([torch.count_nonzero(values - values) for values in flats]),
+        _nums_nonfinite(flats),
     ]
     packed = torch.stack([column.to(wide) for column in columns])
     return _DeviceTable(readback.start(packed), [values.numel() for values in flats])
+
+
+def _nums_nonfinite(flats: list[torch.Tensor]) -> torch.Tensor:
+    # x - x is 0 for a finite x and NaN, which is not zero, for the others.
+    return torch.stack([torch.count_nonzero(values - values) for values in flats])
+
+
+def _read_norms_of_device(flats: list[torch.Tensor]) -> Readback:
+    wide = readback.widest_dtype(flats[0].device)
+    norms = torch.stack(list(torch._foreach_norm(flats, 2, dtype=wide)))
+    packed = torch.stack([norms, _nums_nonfinite(flats).to(wide)])
+    return _DeviceNorms(readback.start(packed), [values.numel() for values in flats])
+
+
+class _DeviceNorms:
+    """Lays out what `_read_norms_of_device` packed."""
+
+    __slots__ = ("_counts", "_packed")
+
+    def __init__(self, packed: Readback, counts: list[int]) -> None:
+        self._packed = packed
+        self._counts = counts
+
+    def values(self) -> Floats:
+        """Table of shape (gradients, 3); agent thread only."""
+        norm, num_nonfinite = self._packed.values()
+        with np.errstate(all="ignore"):
+            sum_squares = np.square(norm)
+        known = np.where(np.isfinite(sum_squares), 0.0, num_nonfinite)
+        return np.stack([np.array(self._counts, dtype=np.float64), sum_squares, known], axis=1)
 
 
 class _DeviceTable:
