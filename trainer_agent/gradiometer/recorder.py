@@ -18,7 +18,7 @@ from gradiometer import wire
 from gradiometer.drops import Drops
 
 NUM_STEPS: Final = 256
-"""Steps kept, the one under way included."""
+"""Steps kept before the newest."""
 MAX_BYTES: Final = 64 * 1024 * 1024
 """Most memory; a model whose steps are larger keeps fewer of them."""
 MAX_SHIPS: Final = 8
@@ -90,7 +90,11 @@ class Ring:
         self._evict()
 
     def _evict(self) -> None:
-        while self._entries[0].step <= self._newest - NUM_STEPS:
+        incident, newest = self._incident, self._newest
+        if incident is not None and not incident.begun:
+            # A busy agent takes in many steps before it sends; those before the trigger must still be there then.
+            newest = min(newest, incident.step)
+        while self._entries[0].step < newest - NUM_STEPS:
             self._pop()
         while self._num_bytes > self._max_bytes and len(self._entries) > 1:
             self._pop()

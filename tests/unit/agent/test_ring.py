@@ -41,12 +41,23 @@ def test_a_nonfinite_step_ships_the_256_steps_up_to_it_and_eight_after():
     found = fed(Ring(Drops()), range(1, 401), bad={300})
     assert [at for at, _ in found] == [300, 300 + STEPS_AFTER]
     before, after = (one for _, one in found)
-    assert before.steps == tuple(range(300 - NUM_STEPS + 1, 301))
+    assert before.steps == tuple(range(300 - NUM_STEPS, 301))
     assert after.steps == tuple(range(301, 301 + STEPS_AFTER))
     assert before.times == tuple(100.0 + step for step in before.steps)
     assert before.values[-WIDTH * 16 : -WIDTH * 8] == row(299.0)
     assert (before.kind, before.schema_id, before.trigger_step) == ("ring", 7, 300)
     assert "gradient" in before.reason
+
+
+def test_a_busy_agent_that_takes_in_many_steps_at_once_still_sends_those_before():
+    ring = Ring(Drops())
+    for step in range(1, 501):
+        ring.keep(7, step, 0.0, row(float("nan") if step == 300 else 1.0))
+        ring.end_step(step, skipped=False)
+    assert [one.steps for one in details(ring)] == [tuple(range(300 - NUM_STEPS, 501))]
+    for step in range(501, 900):
+        ring.keep(7, step, 0.0, row())
+    assert len(ring._entries) == NUM_STEPS + 1
 
 
 def test_a_step_that_the_scaler_skipped_is_its_normal_business():
