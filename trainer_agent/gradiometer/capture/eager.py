@@ -109,7 +109,7 @@ def _bins_of_cpu(values: torch.Tensor) -> Floats:
 def _bins_of_device(values: torch.Tensor) -> torch.Tensor:
     """Shape (256,), int32. torch.bincount would wait for the device to learn how many bins there are."""
     bins = torch.zeros(native.NUM_BINS, dtype=torch.int32, device=values.device)
-    for block in values.detach().split(_DEVICE_BLOCK):
+    for block in torch.split(values.detach(), _DEVICE_BLOCK):
         exponents = _exponents(block)
         if values.is_cuda:
             # Counts in shared memory; half of all elements fall into two or three bins, where scatter_add_ queues up.

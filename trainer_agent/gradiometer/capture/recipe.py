@@ -8,6 +8,7 @@ block whose norm says that float32 was not enough.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -55,8 +56,10 @@ def partials(flats: list[torch.Tensor]) -> Floats:
     table[:, MIN] = _stacked([low for low, _ in extremes])
     table[:, MAX] = _stacked([high for _, high in extremes])
     table[:, NUM_ZEROS] = num_zeros
-    for index in np.flatnonzero(~_is_enough(table[:, SUM_SQUARES], table[:, COUNT] - table[:, NUM_ZEROS])):
-        table[index] = statistics.exact(_as_float64(blocks[index]))
+    num_nonzero = table[:, COUNT] - table[:, NUM_ZEROS]
+    is_enough = _is_enough(table[:, SUM_SQUARES], num_nonzero) & np.isfinite(table[:, SUM])
+    for unclear in np.flatnonzero(~is_enough):
+        table[unclear] = statistics.exact(_as_float64(blocks[unclear]))
     return _per_gradient(table, starts)
 
 
@@ -70,12 +73,18 @@ def norms(flats: list[torch.Tensor]) -> Floats:
     table = np.zeros((len(blocks), 3))
     table[:, 0] = [block.numel() for block in blocks]
     table[:, 1] = squares.folded()
-    for index in np.flatnonzero(~_is_enough(table[:, 1], table[:, 0])):
-        row = statistics.exact(_as_float64(blocks[index]))
-        table[index, 1] = row[SUM_SQUARES]
-        table[index, 2] = 0.0 if np.isfinite(row[SUM_SQUARES]) else row[NUM_NONFINITE]
+    for unclear in np.flatnonzero(~_is_enough(table[:, 1], table[:, 0])):
+        # Rows of an embedding that no token needed are zero, and are dear to convert.
+        if table[unclear, 1] != 0.0 or bool(np.any(widened(blocks[unclear]).detach().numpy())):
+            table[unclear, 1:] = _exact_norm(blocks[unclear])
     folded: Floats = np.add.reduceat(table, starts, axis=0)
     return folded
+
+
+def _exact_norm(block: torch.Tensor) -> tuple[float, float]:
+    row = statistics.exact(_as_float64(block))
+    is_finite = math.isfinite(row[SUM_SQUARES])
+    return float(row[SUM_SQUARES]), 0.0 if is_finite else float(row[NUM_NONFINITE])
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
@@ -85,7 +94,7 @@ def widened(values: torch.Tensor) -> torch.Tensor:
 
 def cut(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Blocks of a one-dimensional tensor."""
-    return (values,) if values.numel() <= BLOCK_ELEMENTS else values.split(BLOCK_ELEMENTS)
+    return (values,) if values.numel() <= BLOCK_ELEMENTS else torch.split(values, BLOCK_ELEMENTS)
 
 
 def _cut(flats: list[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:

@@ -185,7 +185,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     Raises:
         AttributeError: it lacks a function.
     """
-    table = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
+    table: list[Any] = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
     library.gradiometer_partials.argtypes = [*table, ctypes.c_void_p]
     library.gradiometer_norms.argtypes = [*table, ctypes.c_void_p]
     library.gradiometer_histograms.argtypes = [*table, ctypes.c_int64, ctypes.c_void_p]
