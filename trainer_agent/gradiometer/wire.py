@@ -11,15 +11,17 @@ A *source* is one writer: a rank in one attempt. Its records are numbered 1, 2, 
 is harmless and a hole is an error that names the number expected.
 
 Floats travel as little-endian IEEE-754 blocks: NaN payloads, infinities and subnormals arrive bit for bit.
-This module needs only msgspec: neither torch nor numpy.
+This module needs only msgspec: neither torch nor numpy. Names are judged in `names`, offered here as well.
 """
 
 from __future__ import annotations
 
-import unicodedata
 from typing import Any, Final, Literal
 
 import msgspec
+
+from gradiometer.names import MAX_NAME_CHARS as MAX_NAME_CHARS
+from gradiometer.names import name_problem as name_problem
 
 PROTOCOL_VERSION: Final = 1
 SUBPROTOCOL: Final = "gradiometer.v1"
@@ -28,8 +30,6 @@ MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 """Largest message the server reads; a larger one is refused and the connection closed with code 1009."""
 MAX_RECORD_BYTES: Final = 8 * 1024 * 1024
 """Largest encoded record. The agent splits frames to stay below it."""
-MAX_NAME_CHARS: Final = 500
-"""Longest metric or layer name, in Unicode code points."""
 MAX_COLUMNS: Final = 100_000
 """Most columns in one scalar schema, and most layers in one layer schema."""
 MAX_STEP: Final = 2**53 - 1
@@ -129,6 +129,7 @@ EventKind = Literal[
     "dropped",
     "message",
     "dump",
+    "check",
 ]
 
 
@@ -146,6 +147,9 @@ class Event(msgspec.Struct, frozen=True, tag="event", kw_only=True):
         dropped: reports (int), reason, first_step, last_step: what the agent had to discard.
         message: text.
         dump: path, reason, host (str), bytes (int): the flight recorder saved the state before this step there.
+        check: check (stable id, e.g. "missing_zero_grad"), watch (name; "" for the first), title, text, advice,
+            severity, metric (where it shows), count (int: times true so far), facts (numbers and names behind it): a
+            mistake in the training loop that the agent can prove. Sent again at counts of 10, 100, ...
     """
 
     kind: EventKind
@@ -387,19 +391,3 @@ def decode_server_message(data: bytes) -> ServerMessage:
         return _server_decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"not a valid server message: {error}") from error
-
-
-def name_problem(name: str) -> str | None:
-    """Why `name` cannot name a metric or layer, or None if it can. Used by both ends, so that they agree.
-
-    Any printable text passes, whatever the script; control characters and lone surrogates do not, because no
-    database, URL or terminal carries them safely.
-    """
-    if not name or not name.strip():
-        return "the name is empty"
-    if len(name) > MAX_NAME_CHARS:
-        return f"the name has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed"
-    for char in name:
-        if unicodedata.category(char) in ("Cc", "Cs"):
-            return f"the name contains the control character U+{ord(char):04X}"
-    return None
