@@ -175,10 +175,10 @@ def test_one_clip_and_a_step_read_once(tmp_path, monkeypatch):
     num_reads = 0
     original = GradientReader.read
 
-    def read(self):
+    def read(self, *arguments, **options):
         nonlocal num_reads
         num_reads += 1
-        return original(self)
+        return original(self, *arguments, **options)
 
     monkeypatch.setattr(GradientReader, "read", read)
 

@@ -145,10 +145,13 @@ def test_accumulation_under_a_scaler(fused, clip, spool):
     for step in (1, 2):
         assert_layers(out, step, expected[step])
         norm = math.sqrt(sum(row[SUM_SQUARES] for row in expected[step].values()))
-        if clip != "no clip":
-            # What the user's own call returned: scaled, if he clipped scaled gradients.
-            factor = SCALE if clip == "clip before unscale" else 1.0
-            assert out.points["grad/clip_norm"][step] == pytest.approx(norm * factor, rel=1e-5)
+        if clip == "clip after unscale":
+            assert out.points["grad/clip_norm"][step] == pytest.approx(norm, rel=1e-5)
+        if clip == "clip before unscale":
+            # What the user's own call returned, under a name that says so.
+            assert out.points["grad/clip_norm_scaled"][step] == pytest.approx(norm * SCALE, rel=1e-5)
+            assert "still multiplied by the loss scale" in out.unavailable()["grad/clip_norm"]
+            assert "grad/clip_norm" not in out.points
     assert out.points["scaler/scale"] == {1: SCALE, 2: SCALE}
     assert out.points["scaler/skipped"] == {1: 0.0, 2: 0.0}
 

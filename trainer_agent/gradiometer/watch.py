@@ -1,9 +1,9 @@
 """Decides when an optimizer step is complete, for every usual way of writing a training loop, and captures it once.
 
-The state of a watch goes IDLE -> CAPTURED -> IDLE. The gradients of a step are read at the first of: clipping (before
-it changes them), the end of a closure, `scaler.step`, the optimizer's step pre-hook. The step ends at the optimizer's
-post-hook, or, if the scaler skipped it and no hook fired, when `scaler.step` returns. Hooks per parameter would be
-wrong: they fire per micro-batch, before DDP's reduction, and never under FSDP.
+The gradients of a step are read at the first of: clipping (before it changes them), the end of a closure,
+`scaler.step`, the optimizer's step pre-hook. An optimizer's step ends at its post-hook, or, if the scaler skipped it
+and no hook fired, when `scaler.step` returns; several optimizers watched together end a step together. Hooks per
+parameter would be wrong: they fire per micro-batch, before DDP's reduction, and never under FSDP.
 """
 
 from __future__ import annotations
@@ -12,60 +12,47 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from gradiometer import wire
-from gradiometer.capture import clip, forward, readback, scalars, scaling
-from gradiometer.capture.gradients import GradientReader, Partials, Witness
+from gradiometer.capture import backward, clip, forward, gradients, readback, scalars, scaling
+from gradiometer.capture.clipped import ClippedNorm
+from gradiometer.capture.clock import StepClock, StepNumbers
 from gradiometer.capture.layout import Places
-from gradiometer.capture.observer import StepScalars, Watched, observers_of
+from gradiometer.capture.numbers import Rates, Times
+from gradiometer.capture.observer import StepObserver, StepScalars, Watched, observers_of
+from gradiometer.capture.optimizers import Optimizers, unwrap
 from gradiometer.capture.progress import NextStep
-from gradiometer.capture.readback import KnownReadback, Readback
+from gradiometer.capture.readback import Readback
+from gradiometer.capture.reading import StepReading
+from gradiometer.capture.together import Together
 from gradiometer.guard import Guard
 from gradiometer.reports import Report, StepReport
 
-_MAX_WRAPPERS: Final = 8
 ABANDONED: Final = "capture in a forked child"
 
 
-class StepClock:
-    """Counts optimizer steps, skipped ones included.
-
-    Args:
-        start_step: steps completed before this process; the next one is `start_step + 1`.
-    """
-
-    def __init__(self, start_step: int) -> None:
-        self.step = start_step
-
-    def advance(self) -> int:
-        """Another step is complete: its number."""
-        self.step += 1
-        return self.step
-
-
 class Watch:
-    """Captures the steps of one optimizer.
+    """Captures the steps of one optimizer, or of several that make one step together.
 
     Args:
-        model: the module whose parameters the optimizer updates.
-        optimizer: a `torch.optim.Optimizer`, already unwrapped.
+        model: the module whose parameters the optimizers update.
+        optimizers: already unwrapped.
         scaler: the GradScaler, or None.
         clock: the run's clock.
-        is_clock: whether this optimizer's steps move the clock. Another watch reports under the last completed
-            step of the clock, at most once per step.
+        is_clock: whether this watch's steps move the clock; see `clock.StepNumbers`.
         name: told apart from other watches by this; empty for the first.
         forward_probe: the user's wish; None: where it is known to be cheap.
         emit: takes a report; must not wait.
         unavailable: told a metric and why it cannot be collected; may be told again.
         sharded: parameters that differ from rank to rank though nothing in torch says so.
+        checks: whether to make the exact checks.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         scaler: Any,
         *,
         clock: StepClock,
@@ -76,8 +63,8 @@ class Watch:
         unavailable: Callable[[str, str], None],
         guard: Guard,
         sharded: Places | None = None,
+        checks: bool = True,
     ) -> None:
-        self._optimizer = optimizer
         self._scaler = scaler if scaling.is_active(scaler) else None
         self._clock, self._is_clock, self._name = clock, is_clock, name
         self._emit, self._unavailable, self._guard = emit, unavailable, guard
@@ -86,32 +73,42 @@ class Watch:
         self._capture_part = f"gradient capture{suffix}"
         self._step_part = f"step capture{suffix}"
         prefix = f"{name}." if name else ""
-        self._reader = GradientReader(model, optimizer, prefix, unavailable, sharded)
+        reader = gradients.GradientReader(model, optimizers, prefix, unavailable, sharded)
+        is_only = len(optimizers.all) == 1
+        self._readings = tuple(
+            StepReading(optimizer, self._scaler, reader, is_only=is_only) for optimizer in optimizers.all
+        )
+        self._indices = {id(optimizer): index for index, optimizer in enumerate(optimizers.all)}
+        self._together = Together()
+        self._rates, self._times = Rates(name, optimizers.names, unavailable), Times()
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._reset()
-        self._spent_s = 0.0
-        self._ended_s: float | None = None
-        self._num_ended = 0
-        self._reported_step: int | None = None
+        self._numbers = StepNumbers(clock, is_clock=is_clock)
+        self._clip_norm = ClippedNorm(unavailable)
         self._probe: forward.ForwardProbe | None = None
-        self._install(model, forward_probe, prefix)
+        self._reset()
+        self._install(model, optimizers, forward_probe, prefix, checks)
         self._next = NextStep(tuple(model.parameters()), self._probe)
 
     def _reset(self) -> None:
-        self._partials: Partials | None = None
-        self._scale: Readback | None = None
-        self._clip_norm: torch.Tensor | None = None
-        self._in_closure = False
-        # The smallest gradient that was read, kept until the step ends.
-        self._witness: Witness | None = None
-        self._clips_what_was_read = False
-        self._num_gradients = 0
+        for reading in self._readings:
+            reading.reset()
+        self._clip_norm.forget()
+        self._backward_tasks: set[int] = set()
 
-    def _install(self, model: torch.nn.Module, forward_probe: bool | None, prefix: str) -> None:
-        self._handles = [
-            self._optimizer.register_step_pre_hook(self._pre_hook),
-            self._optimizer.register_step_post_hook(self._post_hook),
-        ]
+    def _install(
+        self,
+        model: torch.nn.Module,
+        optimizers: Optimizers,
+        forward_probe: bool | None,
+        prefix: str,
+        checks: bool,
+    ) -> None:
+        self._handles = []
+        for optimizer in optimizers.all:
+            self._handles += [
+                optimizer.register_step_pre_hook(self._pre_hook),
+                optimizer.register_step_post_hook(self._post_hook),
+            ]
         missed = clip.subscribe(self)
         if missed is not None:
             self._unavailable("grad/norm", missed)
@@ -123,11 +120,13 @@ class Watch:
             self._unavailable("nonfinite_activation", reason)
         watched = Watched(
             model=model,
-            optimizer=self._optimizer,
+            optimizer=optimizers.as_one,
             scaler=self._scaler,
             device=self._device,
             is_clock=self._is_clock,
             name=self._name,
+            start_step=self._clock.start_step if self._clock.step == self._clock.start_step else 0,
+            checks=checks,
             emit=self._put,
             unavailable=self._unavailable,
             guard=self._guard,
@@ -138,7 +137,10 @@ class Watch:
         self._emit(report)
 
     def close(self) -> None:
-        """Leave model, optimizer, scaler and torch as they were before."""
+        """Leave model, optimizers, scaler and torch as they were before."""
+        if self._together.is_under_way:
+            # An optimizer that was waited for had nothing to do in the last step.
+            self._enter(self._end_step)
         clip.unsubscribe(self)
         for handle in self._handles:
             handle.remove()
@@ -165,7 +167,7 @@ class Watch:
         """Run a piece of the capture: guarded, and on the agent's account."""
         started_s = time.perf_counter()
         result = self._guard.call(self._step_part, function, *args)
-        self._spent_s += time.perf_counter() - started_s
+        self._times.spent_s += time.perf_counter() - started_s
         return result
 
     # -- where a step is seen ------------------------------------------------------------------------------------
@@ -178,175 +180,186 @@ class Watch:
         """See `clip.ClipListener`."""
         self._enter(self._after_clip, gradients, total_norm, over_ranks)
 
-    def after_change(self) -> None:
+    def after_change(self, limit: Any = None) -> None:
         """See `clip.ClipListener`."""
         self._enter(self._after_change)
 
-    def before_scaler_step(self) -> None:
-        """`scaler.step` was called for this optimizer."""
-        self._enter(self._before_scaler_step)
+    def num_ended(self, optimizer: Any) -> int | None:
+        """See `scaling.StepListener`."""
+        index = self._index_of(optimizer)
+        return None if index is None else self._readings[index].num_ended
 
-    def after_scaler_step(self, num_ended_before: int) -> None:
-        """`scaler.step` returned; `num_ended_before` is `num_ended` as it was when it was called."""
-        if self._num_ended == num_ended_before:
+    def before_scaler_step(self, optimizer: Any) -> None:
+        """See `scaling.StepListener`."""
+        self._enter(self._before_scaler_step, self._index_of(optimizer))
+
+    def after_scaler_step(self, optimizer: Any, num_ended_before: int) -> None:
+        """See `scaling.StepListener`."""
+        index = self._index_of(optimizer)
+        if index is not None and self._readings[index].num_ended == num_ended_before:
             # No post-hook fired: an unfused optimizer whose step the scaler skipped.
-            self._enter(self._end_step, KnownReadback(np.array([1.0])))
+            self._enter(self._stepped, index, readback.KNOWN_ONE)
 
     def step_of_log(self) -> int:
         """The step that a value logged now belongs to: the one under way, else the last completed one."""
-        begun = self._guard.call(self._step_part, self._next.has_begun)
+        begun = self._together.is_under_way or self._guard.call(self._step_part, self._next.has_begun)
         return self._clock.step + (1 if begun else 0)
 
     @property
-    def num_ended(self) -> int:
-        """Steps seen so far."""
-        return self._num_ended
+    def observers(self) -> list[StepObserver]:
+        """All of them; empty once the watch has ended."""
+        return self._observers
 
     def is_for(self, optimizer: Any) -> bool:
         """Whether this watch follows `optimizer`, wrapped or not."""
-        return optimizer is self._optimizer or unwrap_optimizer(optimizer) is self._optimizer
+        return self._index_of(optimizer) is not None
 
-    def _pre_hook(self, _optimizer: Any, args: Any, kwargs: Any) -> Any:
-        return self._enter(self._before_step, args, kwargs)
+    def _index_of(self, optimizer: Any) -> int | None:
+        index = self._indices.get(id(optimizer))
+        return self._indices.get(id(unwrap(optimizer))) if index is None else index
 
-    def _post_hook(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._enter(self._end_step, None)
+    def _pre_hook(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return self._enter(self._before_step, optimizer, args, kwargs)
+
+    def _post_hook(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._enter(self._after_step, optimizer)
 
     # -- what is done there --------------------------------------------------------------------------------------
 
     def _before_clip(self, gradients: list[torch.Tensor]) -> None:
-        # Clipping twice or by groups: the first call reads everything, the others find it done.
-        if self._must_read() and self._owns_any(gradients):
-            self._guard.call(self._capture_part, self._capture)
-        self._clips_what_was_read = not self._must_read()
-
-    def _owns_any(self, gradients: list[torch.Tensor]) -> bool:
         ids = {id(gradient) for gradient in gradients}
-        return any(owner.grad is not None and id(owner.grad) in ids for owner in self._reader.layout.owners)
+        for index, reading in enumerate(self._readings):
+            # Clipping twice or by groups: the first call reads everything, the others find it done.
+            if reading.must_read() and reading.owns_any(ids):
+                if self._together.has_stepped(index):
+                    self._end_step()
+                self._read(reading)
+            reading.clips_what_was_read = not reading.must_read()
 
     def _after_clip(self, gradients: list[torch.Tensor], total_norm: Any, over_ranks: bool) -> None:
-        # A norm of some of the gradients is not this step's norm.
-        if self._partials is None or len(gradients) != self._num_gradients or self._witness is None:
-            return
-        if self._partials.layout.has_plain_shards and not over_ranks:
-            self._unavailable("grad/clip_norm", clip.OWN_SHARD)
-        elif any(gradient is self._witness.gradient for gradient in gradients):
-            self._clip_norm = scalars.local_scalar(total_norm)
+        self._clip_norm.see(self._readings, gradients, total_norm, over_ranks=over_ranks)
 
     def _after_change(self) -> None:
         # Also where other gradients were clipped: those of one DDP bucket or FSDP1 unit count their changes together.
-        if self._clips_what_was_read and self._witness is not None:
-            self._witness.accept()
+        for reading in self._readings:
+            if reading.clips_what_was_read and reading.witness is not None:
+                reading.witness.accept()
 
-    def _before_scaler_step(self) -> None:
-        scaler: Any = self._scaler
-        optimizer = self._optimizer
-        is_scaled = scaling.stage_of(scaler, optimizer) == "READY" and scaling.has_scaled(scaler)
-        if is_scaled and not scaling.unscales_itself(optimizer):
-            # What scaler.step is about to do; done here, the capture sees the same gradients as the optimizer
-            # even in a step that is skipped, when no hook fires.
-            scaler.unscale_(optimizer)
-        self._capture_unless_done()
+    def _before_scaler_step(self, index: int) -> None:
+        self._begin(index)
+        self._readings[index].unscale_as_the_step_will()
+        self._read_unless_done(self._readings[index])
 
-    def _before_step(self, args: Any, kwargs: Any) -> Any:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        index = self._indices[id(optimizer)]
+        self._begin(index)
+        reading = self._readings[index]
+        reading.is_stepping = True
         by_keyword = kwargs.get("closure") is not None
         closure = kwargs["closure"] if by_keyword else args[1] if len(args) > 1 else None
         if not callable(closure):
-            self._capture_unless_done()
+            self._read_unless_done(reading)
             return None
-        # The closure computes the gradients, so what is there now belongs to the step before.
-        self._reset()
-        self._in_closure = True
+        # The closure computes the gradients. Or it does nothing, as in Lightning's manual optimization: then what was
+        # read before, at a clip, is of this step, and its witness says so.
+        reading.in_closure = True
 
         def observed(*closure_args: Any, **closure_kwargs: Any) -> Any:
             loss = closure(*closure_args, **closure_kwargs)
-            self._enter(self._capture_unless_done)
+            self._enter(self._read_unless_done, reading)
             return loss
 
         if by_keyword:
             return args, {**kwargs, "closure": observed}
         return (args[0], observed, *args[2:]), kwargs
 
-    def _capture_unless_done(self) -> None:
-        if self._must_read():
-            self._guard.call(self._capture_part, self._capture)
+    def _begin(self, index: int) -> None:
+        """This optimizer is about to step: in the step under way, or in the next one."""
+        task = backward.task()
+        if self._together.begins_another(
+            index, in_backward=task is not None, has_new_gradients=self._has_new_gradients
+        ):
+            self._end_step()
+        if task is not None and task not in self._backward_tasks:
+            self._backward_tasks.add(task)
+            self._unavailable("grad/clip_norm", backward.PER_PARAMETER)
+            backward.call_at_end(lambda: self._enter(self._after_backward))
 
-    def _must_read(self) -> bool:
-        """Whether nothing was read, or not the gradients that are there now.
+    def _has_new_gradients(self) -> bool:
+        return any(
+            self._together.has_stepped(index) and reading.has_new_gradients()
+            for index, reading in enumerate(self._readings)
+        )
 
-        The latter where a loop measures the norm of every micro-batch, or clips and leaves out `optimizer.step()`.
-        """
-        if self._partials is None:
-            return True
-        if self._in_closure:
-            # LBFGS evaluates its closure many times per step; the first gradient is the one at the step's start.
-            return False
-        return self._witness is None or self._witness.is_outdated()
+    def _after_backward(self) -> None:
+        if not backward.is_nested() and self._together.backward_ended():
+            self._end_step()
 
-    # Hot path: training thread, once per step.
-    def _capture(self) -> None:
-        in_closure = self._in_closure
-        self._reset()
-        self._in_closure = in_closure
+    def _read_unless_done(self, reading: StepReading) -> None:
+        if reading.must_read():
+            self._read(reading)
+
+    # Hot path: training thread, once per step and optimizer.
+    def _read(self, reading: StepReading) -> None:
+        self._guard.call(self._capture_part, self._capture, reading)
+
+    def _capture(self, reading: StepReading) -> None:
+        reading.forget_gradients()
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._unavailable("grad/layers", "the optimizer step runs inside a CUDA graph")
             return
-        for observer in self._observers:
-            self._guard.call(observer.part, observer.before_read)
-        scale = self._current_scale()
-        self._scale = None if scale is None else readback.start(readback.pack([scale]))
-        self._partials = self._reader.read()
-        owners = [owner for owner in self._partials.layout.owners if owner.grad is not None]
-        self._num_gradients = len(owners)
-        if owners:
-            self._witness = Witness(min(owners, key=torch.Tensor.numel))
+        if all(other.partials is None for other in self._readings):
+            self._clip_norm.forget()
+            for observer in self._observers:
+                self._guard.call(observer.part, observer.before_read)
+        reading.read()
 
-    def _current_scale(self) -> torch.Tensor | None:
-        """What the gradients are multiplied by right now; None for 1."""
-        inside_fused_step = scaling.grad_scale_of(self._optimizer)
-        if inside_fused_step is not None:
-            return inside_fused_step
-        if self._scaler is not None and scaling.stage_of(self._scaler, self._optimizer) == "READY":
-            return scaling.scale_of(self._scaler)
-        return None
+    def _after_step(self, optimizer: Any) -> None:
+        index = self._indices[id(optimizer)]
+        # An optimizer whose `step` calls the `step` of its base class fires the hooks of both.
+        if self._readings[index].is_stepping:
+            self._stepped(index, None)
+
+    def _stepped(self, index: int, skip: Readback | None) -> None:
+        in_backward = backward.task() is not None
+        reading = self._readings[index]
+        reading.end(skip)
+        if in_backward:
+            # The gradient is about to be freed; that is what stepping in the backward pass is for.
+            reading.witness = None
+        if self._together.stepped(index, in_backward=in_backward, live=self._live):
+            self._end_step()
+
+    def _live(self) -> set[int]:
+        return {index for index, reading in enumerate(self._readings) if not reading.is_frozen()}
 
     # Hot path: training thread, once per step.
-    def _end_step(self, skip: Readback | None) -> None:
-        self._num_ended += 1
+    def _end_step(self) -> None:
         now_s = time.perf_counter()
-        step = self._clock.advance() if self._is_clock else self._clock.step
+        step, is_reported = self._numbers.next()
         probe = self._probe
+        partials, scale = gradients.combine(
+            [(reading.partials, reading.scale) for reading in self._readings if reading.partials is not None]
+        )
         report = StepReport(
             step=step,
             time=time.time(),
-            partials=self._partials,
-            scale=self._scale,
-            skip=skip if skip is not None else self._skip_of_fused_step(),
+            partials=partials,
+            scale=scale,
+            skip=readback.largest([reading.skip for reading in self._readings if reading.skip is not None]),
             forward=None if probe is None else self._guard.call("forward probe", probe.take),
-            scalars=scalars.collect([*self._scalars(step), *self._times(now_s)]),
+            scalars=scalars.collect([*self._scalars(step), *self._times_of(now_s)]),
             reads_rss=self._is_clock and self._device.type != "cuda",
         )
-        self._ended_s = now_s
-        self._next.begin_after(None if self._witness is None else self._witness.owner)
+        owners = [reading.witness.owner for reading in self._readings if reading.witness is not None]
+        self._next.begin_after(min(owners, key=torch.Tensor.numel, default=None))
+        self._together.complete()
         self._reset()
-        if self._is_clock or step != self._reported_step:
-            self._reported_step = step
+        if is_reported:
             self._emit(report)
 
-    def _skip_of_fused_step(self) -> Readback | None:
-        found_inf = scaling.found_inf_of(self._optimizer)
-        if found_inf is not None:
-            return readback.start(readback.pack([found_inf]))
-        return KnownReadback(np.array([0.0])) if self._scaler is not None else None
-
     def _scalars(self, step: int) -> StepScalars:
-        base = f"train/lr/{self._name}" if self._name else "train/lr"
-        values: list[tuple[wire.Column, float | torch.Tensor]] = []
-        for index, group in enumerate(self._optimizer.param_groups):
-            rate = group.get("lr")
-            if rate is not None:
-                name = base if index == 0 else f"{base}/group{index}"
-                values.append((wire.Column(name), rate if isinstance(rate, torch.Tensor) else float(rate)))
+        values = list(self._rates.of(self._readings))
         for observer in self._observers:
             values += self._guard.call(observer.part, observer.end_step, step) or ()
         if not self._is_clock:
@@ -354,31 +367,12 @@ class Watch:
         scale = scaling.scale_of(self._scaler) if self._scaler is not None else None
         if scale is not None:
             values.append((wire.Column("scaler/scale"), scale))
-        if self._clip_norm is not None:
-            values.append((wire.Column("grad/clip_norm"), self._clip_norm))
-        return values
+        return [*values, *self._clip_norm.scalars()]
 
-    def _times(self, now_s: float) -> StepScalars:
+    def _times_of(self, now_s: float) -> StepScalars:
         if not self._is_clock:
             return ()
-        spent_s, self._spent_s = self._spent_s, 0.0
+        probe_s = 0.0
         if self._probe is not None:
-            spent_s += self._probe.spent_s
-            self._probe.spent_s = 0.0
-        times: list[tuple[wire.Column, float | torch.Tensor]] = []
-        if self._ended_s is not None:
-            times.append((wire.Column("time/step_s", "max"), now_s - self._ended_s))
-        # The end of this very report is booked on the next step.
-        return [*times, (wire.Column("agent/step_s", "max"), spent_s + time.perf_counter() - now_s)]
-
-
-def unwrap_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer inside Accelerate's, Lightning's and similar wrappers, which have no hooks of their own."""
-    found = candidate = optimizer
-    for _ in range(_MAX_WRAPPERS):
-        # Not `or`: a wrapper may define its own truth value.
-        candidate = getattr(candidate, "optimizer", getattr(candidate, "_optimizer", None))
-        if candidate is None:
-            break
-        found = candidate if isinstance(candidate, torch.optim.Optimizer) else found
-    return found
+            probe_s, self._probe.spent_s = self._probe.spent_s, 0.0
+        return self._times.end_step(now_s, probe_s)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer import values
+from gradiometer import values, wire
 from gradiometer.guard import Guard
 from gradiometer.reports import Report
 
 if TYPE_CHECKING:
-    from gradiometer.watch import StepClock, Watch
+    from gradiometer.capture.checks.no_step import NoStep
+    from gradiometer.capture.clock import StepClock
+    from gradiometer.capture.microbatches import MicroBatches
+    from gradiometer.capture.observer import LossObserver
+    from gradiometer.watch import Watch
 
 _log: Final = logging.getLogger(__name__)
 
@@ -39,6 +43,12 @@ class Watches:
         self._emit, self._unavailable, self._mistaken, self._guard = emit, unavailable, mistaken, guard
         self._clock: StepClock | None = None
         self._watches: list[Watch] = []
+        self._num_added = 0
+        # The watch whose steps are the run's.
+        self._leader: Watch | None = None
+        self._loss_observers: list[LossObserver] = []
+        self._micro_batches: MicroBatches | None = None
+        self._no_step: NoStep | None = None
 
     def add(
         self,
@@ -48,40 +58,64 @@ class Watches:
         name: str | None,
         forward: bool | None,
         sharded: Mapping[str, Any] | None,
+        checks: bool = True,
     ) -> None:
         """See `Run.watch`; raises whatever torch raises."""
         import torch
 
-        from gradiometer.capture import groups, scaling
-        from gradiometer.watch import StepClock, Watch, unwrap_optimizer
+        from gradiometer.capture import groups, optimizers, scaling
+        from gradiometer.capture.checks.no_step import NoStep
+        from gradiometer.capture.clock import StepClock
+        from gradiometer.capture.microbatches import MicroBatches
+        from gradiometer.capture.observer import LossObserver
+        from gradiometer.watch import Watch
 
-        inner = unwrap_optimizer(optimizer)
-        if not isinstance(model, torch.nn.Module) or not isinstance(inner, torch.optim.Optimizer):
-            kinds = f"{type(model).__name__} and {type(optimizer).__name__}"
-            self._mistaken("grad/norm", f"watch() needs a torch module and a torch optimizer, got {kinds}")
+        found = optimizers.find(optimizer, model) if isinstance(model, torch.nn.Module) else None
+        if found is None:
+            self._mistaken("grad/norm", _what_was_given(model, optimizer))
             return
-        if any(watch.is_for(inner) for watch in self._watches):
+        if any(watch.is_for(one) for watch in self._watches for one in found.all):
             _log.warning("gradiometer: watch() was called twice for one optimizer; the second is ignored.")
             return
         if not scaling.is_scaler(scaler):
             self._mistaken("scaler/scale", f"watch() needs torch's GradScaler, got {type(scaler).__name__}")
             scaler = None
-        is_clock, clock = not self._watches, self._clock or StepClock(self._start_step)
+        is_clock, clock = self._leader is None, self._clock or StepClock(self._start_step)
         watch = Watch(
             model,
-            inner,
+            found,
             scaler,
             clock=clock,
             is_clock=is_clock,
-            name=values.encodable(str(name or "")) or ("" if is_clock else f"model{len(self._watches) + 1}"),
+            name=values.encodable(str(name or "")) or ("" if is_clock else f"model{self._num_added + 1}"),
             forward_probe=forward,
             emit=self._emit,
             unavailable=self._unavailable,
             guard=self._guard,
             sharded=groups.places(sharded or {}, lambda reason: self._mistaken("grad/layers", reason)),
+            checks=checks,
         )
+        self._loss_observers += [one for one in watch.observers if isinstance(one, LossObserver)]
+        if is_clock:
+            self._leader = watch
+            self._micro_batches = next((o for o in watch.observers if isinstance(o, MicroBatches)), None)
+            self._no_step = NoStep(self._emit) if checks else None
         self._watches.append(watch)
+        self._num_added += 1
         self._clock = clock
+
+    def remove(self, optimizer: Any) -> None:
+        """See `Run.unwatch`."""
+        from gradiometer.capture import optimizers
+
+        inner = optimizers.unwrap(optimizer)
+        for watch in [watch for watch in self._watches if watch.is_for(inner)]:
+            self._watches.remove(watch)
+            gone = set(map(id, watch.observers))
+            self._loss_observers = [one for one in self._loss_observers if id(one) not in gone]
+            if watch is self._leader:
+                self._leader = self._micro_batches = self._no_step = None
+            watch.close()
 
     @property
     def step(self) -> int | None:
@@ -91,15 +125,54 @@ class Watches:
     # Hot path: training thread.
     def step_of_log(self) -> int | None:
         """The step that a value logged now belongs to; None if nothing is watched."""
-        return self._watches[0].step_of_log() if self._watches else None
+        return self.step if self._leader is None else self._leader.step_of_log()
 
-    def close(self) -> None:
+    # Hot path: training thread, once per `log`. Must not walk the found values of a run that watches nothing.
+    def logged(self, found: Sequence[tuple[wire.Column, Any]]) -> None:
+        """Values are being logged: tells the checks about the losses among them."""
+        clock = self._clock
+        if clock is None:
+            return
+        if self._no_step is not None and any(values.is_train_loss(column.name) for column, _ in found):
+            if clock.step == clock.start_step:
+                self._no_step.logged(clock.step)
+            else:
+                self._no_step = None
+        for column, value in found:
+            if type(value) is not float and value.requires_grad and value.grad_fn is not None:
+                for observer in self._loss_observers:
+                    self._guard.call(observer.part, observer.loss_logged, column.name, value)
+
+    def keep_for_step(self, found: Sequence[tuple[wire.Column, Any]]) -> bool:
+        """Keep values of a micro-batch until its optimizer step ends; False if nothing is watched."""
+        micro_batches = self._micro_batches
+        if micro_batches is None:
+            return False
+        self._guard.call(micro_batches.part, micro_batches.add, found)
+        return True
+
+    def close(self, *, ended_well: bool = False) -> None:
         """Leave models, optimizers, scalers and torch as they were before."""
+        if ended_well and self._no_step is not None and self.step == self._start_step:
+            self._no_step.end(self._start_step)
+        self._forget_observers()
         for watch in self._watches:
             self._guard.tolerate("finish", watch.close)
 
     def abandon(self) -> None:
         """In a forked child: see nothing more."""
+        self._forget_observers()
         for watch in self._watches:
             watch.abandon()
-        self._watches = []
+        self._watches, self._leader = [], None
+
+    def _forget_observers(self) -> None:
+        self._loss_observers, self._micro_batches, self._no_step = [], None, None
+
+
+def _what_was_given(model: Any, optimizer: Any) -> str:
+    kinds = f"{type(model).__name__} and {type(optimizer).__name__}"
+    return (
+        f"watch() needs a torch module and a torch optimizer, or a list or dict of optimizers, got {kinds}; without an "
+        "optimizer it takes those that _apply_optimizer_in_backward made, and the model has none"
+    )

@@ -6,14 +6,14 @@ and half-precision gradients. What cannot be read is left out (count 0) and repo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from gradiometer.capture import eager, layout
+from gradiometer.capture import eager, layout, statistics
 from gradiometer.capture.layout import Layout, Places
 from gradiometer.capture.readback import Readback
 from gradiometer.capture.statistics import SUM_SQUARES, WIDTH, Floats
@@ -43,6 +43,36 @@ class Partials:
         if self.unread:
             table[list(self.unread), SUM_SQUARES] = np.nan
         return table
+
+
+def combine(pieces: Sequence[tuple[Partials, Readback | None]]) -> tuple[Partials | None, Readback | None]:
+    """One step's table from what was read for several optimizers, each with the loss scale it was multiplied by."""
+    if len(pieces) <= 1:
+        return pieces[0] if pieces else (None, None)
+    newest = pieces[-1][0]
+    blocks: list[tuple[list[int], Readback]] = []
+    unread: list[int] = []
+    for partials, scale in pieces:
+        # Rows mean something else where an optimizer got another group in the middle of a step.
+        if partials.layout is newest.layout:
+            blocks += [
+                (rows, read if scale is None else _Unscaled(read, scale)) for rows, read in partials.blocks
+            ]
+            unread += partials.unread
+    return replace(newest, blocks=tuple(blocks), unread=tuple(unread)), None
+
+
+class _Unscaled:
+    """Rows of a table divided by the loss scale."""
+
+    __slots__ = ("_rows", "_scale")
+
+    def __init__(self, rows: Readback, scale: Readback) -> None:
+        self._rows, self._scale = rows, scale
+
+    def values(self) -> Floats:
+        """See `Readback`."""
+        return statistics.unscale(self._rows.values(), float(self._scale.values().ravel()[0]))
 
 
 class Witness:
@@ -94,6 +124,7 @@ class GradientReader:
         self._sharded = sharded
         self._layout: Layout | None = None
         self._unread: dict[int, str] = {}
+        self._parts: dict[int, _Part] = {}
 
     @property
     def layout(self) -> Layout:
@@ -111,11 +142,22 @@ class GradientReader:
                 self._layout = Layout(layers=(), parameters=(), num_in_optimizer=num_updated)
         return self._layout
 
+    def owners(self, of: Any = None) -> Sequence[torch.Tensor]:
+        """The parameters behind the layers, each once: all, or those of one of several optimizers."""
+        current = self.layout
+        return current.owners if of is None else self._part(current, of).owners
+
+    def _part(self, current: Layout, of: Any) -> _Part:
+        known = self._parts.get(id(of))
+        if known is None or known.layout is not current:
+            known = self._parts[id(of)] = _Part(current, of)
+        return known
+
     # Hot path: training thread, once per optimizer step. Must not change a tensor, read a value of a device
     # tensor, dispatch on a DTensor (it may run a collective) or keep a reference to a gradient.
     @torch.no_grad()
-    def read(self) -> Partials:
-        """Statistics of all gradients as they are now."""
+    def read(self, of: Any = None) -> Partials:
+        """Statistics of the gradients as they are now: of all, or of one of several optimizers."""
         current = self.layout
         if current.is_outdated():
             self._layout = None
@@ -124,8 +166,8 @@ class GradientReader:
         unread: list[int] = []
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
         blocks: list[tuple[list[int], Readback]] = []
-        for row, parameter in enumerate(current.parameters):
-            gradient = parameter.grad
+        for row in range(len(current.parameters)) if of is None else self._part(current, of).rows:
+            gradient: Any = current.parameters[row].grad
             if gradient is None:
                 continue
             gradient = self._local(gradient, row, unread)
@@ -168,6 +210,18 @@ class GradientReader:
             "grad/norm",
             f"it would lack {count} of {len(current.layers)} layers, whose gradients cannot be read",
         )
+
+
+class _Part:
+    """The rows and parameters of one of several optimizers."""
+
+    __slots__ = ("layout", "owners", "rows")
+
+    def __init__(self, current: Layout, optimizer: Any) -> None:
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.layout = current
+        self.rows = [row for row, parameter in enumerate(current.parameters) if id(parameter) in ids]
+        self.owners = [owner for owner in current.owners if id(owner) in ids]
 
 
 def _listed(names: list[str]) -> str:

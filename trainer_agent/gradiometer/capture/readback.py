@@ -6,7 +6,8 @@ the event. On CUDA a copy that is not waited for reads garbage, and a wait on th
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import torch
@@ -67,6 +68,28 @@ class KnownReadback:
     def values(self) -> Floats:
         """See `Readback`."""
         return self._values
+
+
+KNOWN_ZERO: Final = KnownReadback(np.array([0.0]))
+KNOWN_ONE: Final = KnownReadback(np.array([1.0]))
+
+
+class LargestReadback:
+    """The largest of several single values."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Readback]) -> None:
+        self._parts = tuple(parts)
+
+    def values(self) -> Floats:
+        """See `Readback`."""
+        return np.array([max(float(part.values().ravel()[0]) for part in self._parts)])
+
+
+def largest(parts: Sequence[Readback]) -> Readback | None:
+    """The largest of several single values; None of none."""
+    return LargestReadback(parts) if len(parts) > 1 else parts[0] if parts else None
 
 
 def start(tensor: torch.Tensor) -> Readback:

@@ -8,22 +8,17 @@ import torch
 
 
 class StepListener(Protocol):
-    """Follows one optimizer. Must not raise."""
+    """Follows optimizers. Must not raise."""
 
-    @property
-    def num_ended(self) -> int:
-        """Steps seen so far."""
+    def num_ended(self, optimizer: Any) -> int | None:
+        """Steps seen so far of `optimizer`, wrapped or not; None if it is not followed."""
         ...
 
-    def is_for(self, optimizer: Any) -> bool:
-        """Whether it follows `optimizer`."""
-        ...
-
-    def before_scaler_step(self) -> None:
+    def before_scaler_step(self, optimizer: Any) -> None:
         """`scaler.step` was called for the optimizer."""
         ...
 
-    def after_scaler_step(self, num_ended_before: int) -> None:
+    def after_scaler_step(self, optimizer: Any, num_ended_before: int) -> None:
         """`scaler.step` returned; `num_ended_before` is `num_ended` as it was when it was called."""
         ...
 
@@ -94,13 +89,13 @@ class ScalerStep:
 
     def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         watch = self._watch
-        if watch is None or not watch.is_for(optimizer):
+        num_ended = None if watch is None else watch.num_ended(optimizer)
+        if watch is None or num_ended is None:
             return self._original(optimizer, *args, **kwargs)
-        num_ended = watch.num_ended
-        watch.before_scaler_step()
+        watch.before_scaler_step(optimizer)
         # Outside every guard: an error of the training is the user's to see.
         result = self._original(optimizer, *args, **kwargs)
-        watch.after_scaler_step(num_ended)
+        watch.after_scaler_step(optimizer, num_ended)
         return result
 
     def remove(self) -> None:

@@ -1,0 +1,73 @@
+"""The numbers of a step's end that the watch itself knows: learning rates and times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from gradiometer import wire
+from gradiometer.capture.observer import StepScalars
+from gradiometer.capture.reading import StepReading
+
+MAX_RATES: Final = 32
+"""Learning rates recorded for one watch: with an optimizer for each parameter there may be thousands."""
+
+
+class Rates:
+    """Names the learning rates of a watch's parameter groups.
+
+    The first is `train/lr`; further groups get `/group1`, ... counted over all optimizers without a name, and within
+    those that have one.
+
+    Args:
+        name: the watch's; empty for the first.
+        names: of the optimizers.
+        unavailable: told if not all are recorded.
+    """
+
+    def __init__(self, name: str, names: Sequence[str], unavailable: Callable[[str, str], None]) -> None:
+        self._base = f"train/lr/{name}" if name else "train/lr"
+        self._names, self._unavailable = names, unavailable
+
+    def of(self, readings: Sequence[StepReading]) -> StepScalars:
+        """The rates that were used in a step."""
+        found: list[tuple[wire.Column, float | torch.Tensor]] = []
+        counts: dict[str, int] = {}
+        for name, reading in zip(self._names, readings, strict=True):
+            base = f"{self._base}/{name}" if name else self._base
+            # An optimizer that left the step out has no rates in it, but keeps its groups' numbers.
+            rates = reading.rates or [None] * len(reading.optimizer.param_groups)
+            for rate in rates:
+                index = counts[base] = counts.get(base, -1) + 1
+                if rate is not None:
+                    found.append((wire.Column(base if index == 0 else f"{base}/group{index}"), rate))
+        if len(found) > MAX_RATES:
+            self._unavailable(
+                self._base, f"{len(found)} learning rates: only the first {MAX_RATES} are recorded"
+            )
+        return found[:MAX_RATES]
+
+
+class Times:
+    """How long steps take, and the agent in them.
+
+    Attributes:
+        spent_s: time spent in the agent on the training thread since the last step's end.
+    """
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self._ended_s: float | None = None
+
+    def end_step(self, now_s: float, extra_s: float) -> StepScalars:
+        """A step ends at `now_s` of `time.perf_counter`; `extra_s` of the agent's time was measured elsewhere."""
+        found: list[tuple[wire.Column, float | torch.Tensor]] = []
+        if self._ended_s is not None:
+            found.append((wire.Column("time/step_s", "max"), now_s - self._ended_s))
+        self._ended_s = now_s
+        spent_s, self.spent_s = self.spent_s + extra_s, 0.0
+        # The end of this very report is booked on the next step.
+        return [*found, (wire.Column("agent/step_s", "max"), spent_s + time.perf_counter() - now_s)]
