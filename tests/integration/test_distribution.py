@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gradiometer.capture.native import build
 from tests.support.server import Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +65,22 @@ def test_the_wheel_carries_page_and_migrations(wheel: Path) -> None:
     assert revisions
     assert revisions <= {Path(name).name for name in names if "_migrations/versions" in name}
     assert not [name for name in names if "node_modules" in name or name.startswith("tests")]
+
+
+@pytest.mark.skipif(not any(shutil.which(name) for name in build.COMPILERS), reason="no C compiler")
+def test_the_wheel_carries_the_kernel_and_is_for_this_platform(wheel: Path, installed: Path) -> None:
+    assert wheel.name.endswith(f"-{build.wheel_tag()}.whl")
+    program = "from gradiometer.capture import native; print(native.build.LIBRARY); assert native.load(), native.why_not()"
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith(str(installed))
 
 
 def test_the_installed_wheel_serves_its_page_and_an_empty_database(

@@ -33,7 +33,8 @@ _DEVICE_BLOCK: Final = 1 << 24
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in one dimension, in any order; a copy only for a tensor with holes."""
+    """All elements in one dimension, in any order; a copy only for a tensor with holes, or of negatives."""
+    tensor = tensor.resolve_neg()
     if tensor.is_contiguous():
         return tensor.view(-1)
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):

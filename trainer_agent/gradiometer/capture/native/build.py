@@ -35,15 +35,24 @@ _MACOS: Final = "11.0"
 _TIMEOUT_S: Final = 120.0
 
 
-def build() -> str | None:
-    """Compile; an existing library that is newer than the source is kept.
+def build(*, again: bool = False) -> str | None:
+    """Compile, unless there is a library that is newer than the source.
+
+    Args:
+        again: compile even then; the library may be of another machine whose folder this was.
 
     Returns:
         Why there is no library now; None: there is one.
     """
-    if _is_current():
+    if not again and _is_current():
         return None
-    LIBRARY.unlink(missing_ok=True)
+    problem = _compile()
+    if problem is not None:
+        LIBRARY.unlink(missing_ok=True)
+    return problem
+
+
+def _compile() -> str | None:
     if sys.platform not in ("linux", "darwin"):
         return f"no recipe to compile it on {sys.platform}"
     compiler = _compiler()
@@ -51,13 +60,10 @@ def build() -> str | None:
         return f"no C compiler ({', '.join(COMPILERS)}) on the PATH"
     with tempfile.TemporaryDirectory(prefix=".build-", dir=FOLDER) as folder:
         made = Path(folder) / LIBRARY.name
+        command = [compiler, *FLAGS, *_system_flags(), str(SOURCE), "-o", str(made)]
         try:
             done = subprocess.run(  # noqa: S603  the compiler of this machine, by its absolute path
-                [compiler, *FLAGS, *_system_flags(), str(SOURCE), "-o", str(made)],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_TIMEOUT_S,
+                command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{compiler} did not run: {error}"
