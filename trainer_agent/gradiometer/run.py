@@ -93,6 +93,11 @@ def init(
     return _current
 
 
+def current() -> Run | None:
+    """The run that is open in this process."""
+    return _current
+
+
 class Run(Handle):
     """One run as seen from one rank. Made by `init`.
 
@@ -198,6 +203,16 @@ class Run(Handle):
         if self._feeder is not None:
             self._guard.tolerate("log", self._log, metrics, step)
 
+    def log_microbatch(self, metrics: Mapping[str, Any]) -> None:
+        """Record numbers of one micro-batch under accumulation; never raises. Takes what `log` takes.
+
+        When the optimizer step ends, each name gets the mean over the step's micro-batches (NaN if one of them is), and
+        beside it `<name>_finite_mean` and `<name>_num_nonfinite`. Without `watch` this is `log`. Calling `log` several
+        times for one step keeps the last value.
+        """
+        if self._feeder is not None:
+            self._guard.tolerate("log", self._log, metrics, None, True)
+
     def watch(
         self,
         model: torch.nn.Module,
@@ -207,6 +222,7 @@ class Run(Handle):
         name: str | None = None,
         forward: bool | None = None,
         sharded: Mapping[str, Any] | None = None,
+        checks: bool = True,
     ) -> None:
         """Capture every step of `optimizer` from now on; never raises.
 
@@ -220,9 +236,15 @@ class Run(Handle):
             forward: also find the first module whose output held NaN or Inf. None: where it is known to be cheap.
             sharded: plain tensors that hold other values on each rank (expert parallelism): pattern of parameter names
                 -> the process group, or one-dimensional device mesh, over which they differ: `{"experts.*": group}`.
+            checks: look for mistakes in the loop that can be proved, such as a missing `zero_grad`.
         """
         if self._feeder is not None:
-            self._guard.tolerate("watch", self._watches.add, model, optimizer, scaler, name, forward, sharded)
+            asked = (model, optimizer, scaler, name, forward, sharded, checks)
+            self._guard.tolerate("watch", self._watches.add, *asked)
+
+    def unwatch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave model and optimizer as they were before `watch`; a later `watch` goes on counting. Never raises."""
+        self._guard.tolerate("watch", self._watches.remove, optimizer)
 
     def alert(self, title: str, text: str = "", severity: str = "warning") -> None:
         """Raise an alert of your own; severity: info, warning, error or critical. Never raises."""
@@ -281,7 +303,7 @@ class Run(Handle):
         if self._exits is not None:
             self._exits.abandon()
 
-    def _log(self, metrics: Mapping[str, Any], step: int | None) -> None:
+    def _log(self, metrics: Mapping[str, Any], step: int | None, of_microbatch: bool = False) -> None:
         at = self._step_for(step)
         if at is None:
             self._drops.add("a step is not valid", None, detail=repr(step)[:80])
@@ -294,7 +316,8 @@ class Run(Handle):
                     found.append((wire.Column(values.checked_name(name)), number))
             except values.BadValue as mistake:
                 self._drops.add(mistake.reason, at, detail=mistake.detail)
-        if found:
+        self._watches.logged(found)
+        if found and not (of_microbatch and self._watches.keep_for_step(found)):
             self._put(ScalarReport(step=at, time=time.time(), scalars=reports.collected(found)))
 
     def _step_for(self, step: Any) -> int | None:
@@ -352,7 +375,7 @@ class Run(Handle):
         feeder, delivery = self._feeder, self._delivery
         if feeder is None or delivery is None:
             return
-        self._watches.close()
+        self._watches.close(ended_well=code == 0)
         # Only the uplink sees the code of an interpreter that ends by itself.
         if reason != "exit" or not delivery.leave(LastWords(code=code, guessed=guessed)):
             told = {"code": code, "signal": killer, "inferred": guessed, "reason": reason}

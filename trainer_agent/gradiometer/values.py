@@ -66,6 +66,12 @@ def _key_text(key: object) -> str:
         return ""
 
 
+def is_train_loss(name: str) -> bool:
+    """Whether the metric is a training loss: its name says loss, and its group is `train` or none."""
+    group, _, last = name.rpartition("/")
+    return group in ("", "train") and "loss" in last.lower()
+
+
 def checked_name(name: str) -> str:
     """The name itself; raises `BadValue` if it cannot name a metric."""
     problem = wire.name_problem(name)

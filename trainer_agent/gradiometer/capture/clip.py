@@ -32,8 +32,8 @@ class ClipListener(Protocol):
         """Clipping measured `total_norm` for them; `over_ranks`: in a way that knows FSDP1's flat shards."""
         ...
 
-    def after_change(self) -> None:
-        """Clipping changed the gradients of the last `before_clip` in place."""
+    def after_change(self, limit: Any = None) -> None:
+        """Clipping changed the gradients of the last `before_clip` in place, to keep them below `limit`."""
         ...
 
 
@@ -135,7 +135,7 @@ def _patch_fsdp1() -> None:
         _tell_before(gradients)
         norm = original(self, *args, **kwargs)
         _tell_after(gradients, norm, over_ranks=True)
-        _tell_changed()
+        _tell_changed(_limit_in(args, kwargs))
         return norm
 
     kind.clip_grad_norm_ = clip_grad_norm_
@@ -164,7 +164,7 @@ def _observing_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
         _tell_before(gradients)
         norm = original(owners, *args, **kwargs)
         _tell_after(gradients, norm)
-        _tell_changed()
+        _tell_changed(_limit_in(args, kwargs))
         return norm
 
     return clip_grad_norm_
@@ -176,7 +176,7 @@ def _observing_change(original: Callable[..., Any]) -> Callable[..., Any]:
         owners = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         _tell_before([owner.grad for owner in owners if owner.grad is not None])
         result = original(owners, *args, **kwargs)
-        _tell_changed()
+        _tell_changed(_limit_in(args, kwargs))
         return result
 
     return changing
@@ -192,6 +192,11 @@ def _tell_after(gradients: list[torch.Tensor], total_norm: Any, *, over_ranks: b
         listener.after_clip(gradients, total_norm, over_ranks)
 
 
-def _tell_changed() -> None:
+def _limit_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The bound that a clipping function was called with, after the parameters."""
+    return args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+
+
+def _tell_changed(limit: Any) -> None:
     for listener in tuple(_listeners):
-        listener.after_change()
+        listener.after_change(limit)

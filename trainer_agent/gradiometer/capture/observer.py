@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,8 @@ class Watched:
         device: of the first parameter.
         is_clock: whether this watch's steps are the run's steps.
         name: tells watches apart; empty for the first.
+        start_step: optimizer steps that a loaded checkpoint had completed; 0 for a watch added after the first step.
+        checks: whether the user wants the exact checks.
         emit: takes a report; must not wait.
         unavailable: told a metric and why it cannot be collected; may be told again.
     """
@@ -39,6 +41,8 @@ class Watched:
     device: torch.device
     is_clock: bool
     name: str
+    start_step: int
+    checks: bool
     emit: Callable[[Report], None]
     unavailable: Callable[[str, str], None]
     guard: Guard
@@ -62,11 +66,28 @@ class StepObserver(Protocol):
         ...
 
 
+@runtime_checkable
+class LossObserver(Protocol):
+    """An observer that also wants the losses that are logged before their backward pass."""
+
+    part: str
+
+    def loss_logged(self, name: str, loss: torch.Tensor) -> None:
+        """The user logs `loss`, which has a graph. Must keep no reference to it, and change nothing."""
+        ...
+
+
 def observers_of(watched: Watched) -> list[StepObserver]:
     """All observers that apply."""
+    # Here, because these are observers themselves.
+    from gradiometer.capture import checks
+    from gradiometer.capture.microbatches import MicroBatches
+
     found: list[StepObserver] = []
+    if watched.checks:
+        found += checks.all_of(watched)
     if watched.is_clock:
-        found.append(DeviceMemory(watched))
+        found += [DeviceMemory(watched), MicroBatches(watched)]
     return found
 
 
