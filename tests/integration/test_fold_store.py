@@ -275,7 +275,9 @@ def test_the_pipeline_folds_flushes_and_starts_again(database: Database, log_wri
             pipeline.submit(run.put(0, start + 1, said[start : start + 20]))
     for run in many:
         eventually(lambda run=run: pipeline.latest(run.key).get("tokens", (0,))[0] == STEPS, what=run.run_id)
-        assert len(pipeline.tails(run.key)) == 14
+        # Seven layer statistics, loss, tokens, time, and of the gradient's half that was told: how much it is, and its
+        # non-finite elements.
+        assert len(pipeline.tails(run.key)) == 12
         assert pipeline.has_room(run.key)
     pipeline.stop(30.0)
     assert all(run.num_frames() == 0 for run in many)

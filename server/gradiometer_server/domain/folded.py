@@ -44,6 +44,15 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaMismatch:
+    """Two ranks hold one shard but their gradients differ: (layer, ranks, sums of squares)."""
+
+    layer: str
+    ranks: tuple[int, int]
+    sum_squares: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedLayers:
     """Layer statistics of one step, merged exactly over all shards.
 
@@ -52,8 +61,14 @@ class FoldedLayers:
             gradient, or where not all that hold a part of it measured what the statistic needs. One that nobody
             measured in this step is left out; norm, rms and num_nonfinite are always there.
         num_nonfinite_by_rank: rank -> int64 of shape (L,), for ranks with any non-finite element.
-        expected: number of (layer, shard) pairs that should have reported; `seen`: that did. seen < expected means
-            that a rank is missing and the figures are of what was seen.
+        expected: number of (layer, shard) pairs that report when everybody does; `seen`: that did.
+        coverage: elements told over elements that there are; 1: all.
+        withheld: bool of shape (L,): layers of which not all was told; their statistics are `ABSENT` unless no missing
+            part could change them. None: there is no such layer.
+        num_incomplete: how many of them lack a part that a rank did not tell, or do not add up; the others cannot be
+            read where they are.
+        missing_ranks: ranks of the world that told nothing of this step.
+        mismatch: the first pair of replicas that disagree.
     """
 
     attempt: int
@@ -64,6 +79,11 @@ class FoldedLayers:
     num_nonfinite_by_rank: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
     expected: int = 0
     seen: int = 0
+    coverage: float = 1.0
+    withheld: NDArray[np.bool_] | None = None
+    num_incomplete: int = 0
+    missing_ranks: tuple[int, ...] = ()
+    mismatch: ReplicaMismatch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradiometer.wire import STATISTICS, Column, LayerSchema
-from gradiometer_server.domain.folded import Folded, FoldedEvent, FoldedLayers, FoldedScalars, Layout
+from gradiometer_server.domain.folded import Folded, FoldedLayers, FoldedScalars, Layout
+from gradiometer_server.fold.coverage import CoverageCheck, totals_told, without_withheld
 from gradiometer_server.fold.derive import derive_global, derive_layers
 from gradiometer_server.fold.lane import MAX_CELLS, MAX_HELD, Cell, Lane
 from gradiometer_server.fold.ranks import (
     LayerMerger,
-    ReplicaMismatch,
     expected_shards,
     merge_scalar,
     merged_layers,
@@ -53,9 +53,8 @@ class AttemptFold:
         self._alone: tuple[int, Partials] | None = None
         self._schemas: dict[tuple[int, int], LayerSchema] = {}
         self._layout: Layout | None = None
-        self._mergers: dict[tuple[tuple[int, int], ...], tuple[Layout, LayerMerger]] = {}
+        self._mergers: dict[tuple[tuple[int, int], ...], tuple[Layout, LayerMerger, CoverageCheck]] = {}
         self._expected = 0
-        self._mismatch_told = False
         self._waiting: dict[str, None] = {}
 
     def declare_scalars(self, rank: int, columns: Iterable[Column]) -> None:
@@ -155,44 +154,33 @@ class AttemptFold:
             for rank, schemas in sorted(by_rank.items())
             for schema_id, partials_LP in sorted(schemas.items())
         }
-        layout, merger = self._merger(tuple(partials))
+        layout, merger, check = self._merger(tuple(partials))
         merged = merger.merge(partials)
+        coverage = check.of(partials, merged.partials_MP)
         items: list[Folded] = [
             FoldedLayers(
                 attempt=self.ordinal,
                 step=step,
                 time_s=time_s,
                 layout=layout,
-                statistics=derive_layers(merged.partials_MP, merged.measured),
+                statistics=without_withheld(derive_layers(merged.partials_MP, merged.measured), coverage),
                 num_nonfinite_by_rank=merged.num_nonfinite_by_rank,
                 expected=self._expected,
                 seen=merged.seen,
+                coverage=coverage.fraction,
+                withheld=coverage.withheld_M,
+                num_incomplete=coverage.num_incomplete,
+                missing_ranks=tuple(rank for rank in range(self.mark.world_size) if rank not in by_rank),
+                mismatch=merger.mismatch(partials),
             )
         ]
         totals = derive_global(merged.partials_MP, merged.measured)
+        totals = totals_told(totals, coverage, num_ranks=self.mark.world_size)
         if totals:
             items.append(FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=totals))
-        mismatch = None if self._mismatch_told else merger.mismatch(partials)
-        if mismatch is not None:
-            self._mismatch_told = True
-            items.append(self._mismatch_event(step, time_s, mismatch))
         return items
 
-    def _mismatch_event(self, step: int, time_s: float, mismatch: ReplicaMismatch) -> FoldedEvent:
-        return FoldedEvent(
-            attempt=self.ordinal,
-            rank=mismatch.ranks[1],
-            kind="replica_mismatch",
-            time_s=time_s,
-            step=step,
-            attributes={
-                "layer": mismatch.layer,
-                "ranks": list(mismatch.ranks),
-                "sum_squares": list(mismatch.sum_squares),
-            },
-        )
-
-    def _merger(self, writers: tuple[tuple[int, int], ...]) -> tuple[Layout, LayerMerger]:
+    def _merger(self, writers: tuple[tuple[int, int], ...]) -> tuple[Layout, LayerMerger, CoverageCheck]:
         """The layout of all layers known by now, and how these (rank, schema) pairs merge into it."""
         found = self._mergers.get(writers)
         if found is None:
@@ -201,7 +189,8 @@ class AttemptFold:
             if len(self._mergers) >= _MAX_MERGERS:
                 self._mergers.clear()
             merger = LayerMerger(self._layout.names, {writer: self._schemas[writer] for writer in writers})
-            found = self._mergers[writers] = (self._layout, merger)
+            check = CoverageCheck(self._layout.names, self._layout.numels, self._schemas, writers)
+            found = self._mergers[writers] = (self._layout, merger, check)
         return found
 
     def needed_seqs(self) -> dict[int, int]:

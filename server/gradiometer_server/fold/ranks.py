@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradiometer.wire import STATISTICS, LayerSchema
+from gradiometer_server.domain.folded import ReplicaMismatch
 from gradiometer_server.fold.derive import ALL, COUNT, MAX, MIN, NUM_NONFINITE, SUM_SQUARES, Measured
 
 REPLICA_TOLERANCE: Final = 1e-6
@@ -69,15 +70,6 @@ def merged_layers(schemas: Mapping[Writer, LayerSchema]) -> tuple[tuple[str, ...
         for layer in schemas[writer].layers:
             numels.setdefault(layer.name, layer.numel)
     return tuple(numels), tuple(numels.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaMismatch:
-    """Two ranks hold one shard but their gradients differ: (layer, ranks, sums of squares)."""
-
-    layer: str
-    ranks: tuple[int, int]
-    sum_squares: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +175,9 @@ class LayerMerger:
             with np.errstate(all="ignore"):
                 gap_L = np.abs(counted_LP[:, SUM_SQUARES] - copy_LP[:, SUM_SQUARES])
                 scale_L = np.maximum(counted_LP[:, SUM_SQUARES], copy_LP[:, SUM_SQUARES])
-                differ_L = (gap_L > REPLICA_TOLERANCE * scale_L) & (counted_LP[:, COUNT] > 0)
+                differ_L = gap_L > REPLICA_TOLERANCE * scale_L
+            differ_L |= np.isnan(counted_LP[:, SUM_SQUARES]) != np.isnan(copy_LP[:, SUM_SQUARES])
+            differ_L &= counted_LP[:, COUNT] > 0
             differ_L &= copy_LP[:, COUNT] > 0
             if differ_L.any():
                 at = int(np.argmax(differ_L))

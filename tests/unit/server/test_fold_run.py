@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gradiometer import wire
+from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.folded import Folded, FoldedEvent, FoldedLayers, FoldedScalars, Layout
 from gradiometer_server.fold.lane import MAX_CELLS, MAX_HELD
 from gradiometer_server.fold.run_fold import SILENCE_S, FoldSource, RunFold
@@ -190,18 +191,22 @@ def test_a_missing_shard_is_counted() -> None:
     two.exit(1)
     (layers,) = [item for item in two.report_layers(0, 2, 4.0) if isinstance(item, FoldedLayers)]
     assert (layers.step, layers.expected, layers.seen) == (1, 2, 1)
+    assert (layers.coverage, layers.num_incomplete, layers.missing_ranks) == (0.5, 1, (1,))
+    assert is_absent(layers.statistics["norm"]).all(), "half of it is not the norm"
 
 
-def test_a_replica_that_differs_is_told_once() -> None:
+def test_a_replica_that_differs_is_told() -> None:
     two = Ranks(2)
     for rank in range(2):
         two.declare_layers(rank, "w")
     told = []
     for step in range(1, 4):
         two.report_layers(0, step, 4.0)
-        told += [item for item in two.report_layers(1, step, 5.0) if isinstance(item, FoldedEvent)]
-    (event,) = told
-    assert (event.kind, event.step, event.attributes["layer"]) == ("replica_mismatch", 1, "w")
+        told += [item for item in two.report_layers(1, step, 5.0) if isinstance(item, FoldedLayers)]
+    assert [item.step for item in told] == [1, 2, 3]
+    for item in told:
+        assert item.mismatch is not None
+        assert (item.mismatch.layer, item.mismatch.ranks) == ("w", (0, 1))
 
 
 def test_more_than_the_held_steps_are_too_late_and_counted() -> None:

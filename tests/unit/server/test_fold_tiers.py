@@ -49,10 +49,7 @@ class Fold:
         rank: int = 0,
         shards: int = 1,
     ) -> None:
-        shard = (rank,) if shards > 1 else ()
-        layers = tuple(
-            wire.Layer(name=name, shape=(8,), numel=8, shard=shard, num_shards=shards) for name in names
-        )
+        layers = tuple(layer(name, rank, 1 if name.startswith("own") else shards) for name in names)
         self.say(wire.LayerSchema(schema_id=schema_id, layers=layers, statistics=statistics), rank)
 
     def report(
@@ -64,6 +61,13 @@ class Fold:
             if isinstance(item, FoldedScalars):
                 scalars.update(item.values)
         return [item for item in items if isinstance(item, FoldedLayers)], scalars
+
+
+def layer(name: str, rank: int, shards: int) -> wire.Layer:
+    """One with a shard of the size of `VALUES` on each rank."""
+    numel = len(VALUES) * shards
+    shard = (rank,) if shards > 1 else ()
+    return wire.Layer(name=name, shape=(numel,), numel=numel, shard=shard, num_shards=shards)
 
 
 def frame(schema_id: int, steps: Sequence[int], rows: Sequence[Mapping[str, float]]) -> wire.Frame:
@@ -126,7 +130,7 @@ def test_a_column_that_one_shard_did_not_measure_is_absent_in_the_whole(full_ran
         expected = [True] * 3 if name in NORMS else own
         assert presence(layers.statistics[name]) == expected, name
     assert layers.statistics["norm"].tolist() == pytest.approx([math.sqrt(50), 5, 5])
-    assert scalars == {"grad/norm": 10.0, "grad/num_nonfinite": 0.0}
+    assert scalars == {"grad/norm": 10.0, "grad/num_nonfinite": 0.0, "grad/coverage_fraction": 1.0}
 
 
 def test_a_rank_without_a_gradient_takes_nothing_away() -> None:
@@ -169,8 +173,9 @@ def test_replicas_are_compared_whatever_else_was_measured() -> None:
     two.declare(1, "w", statistics=wire.NORM_STATISTICS, rank=1)
     two.say(frame(1, [1], [part(wire.STATISTICS)]), 0)
     items = two.say(frame(1, [1], [part(wire.NORM_STATISTICS, sum_squares=26)]), 1)
-    (mismatch,) = [item for item in items if getattr(item, "kind", "") == "replica_mismatch"]
-    assert mismatch.attributes["sum_squares"] == [25.0, 26.0]
+    (mismatch,) = [item.mismatch for item in items if isinstance(item, FoldedLayers)]
+    assert mismatch is not None
+    assert mismatch.sum_squares == (25.0, 26.0)
 
 
 def test_two_optimizers_of_one_rank_make_one_step() -> None:

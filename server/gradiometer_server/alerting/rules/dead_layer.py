@@ -101,7 +101,11 @@ class DeadLayer:
         if quiet_L.all():
             return []  # Nothing had a gradient: that is the global norm's case, not a dead layer among living ones.
         # A layer that was alive and gets no gradient at all has been frozen on purpose; exact zeros are not chosen.
-        self._quiet_L = np.where(quiet_L & ~(absent_L & self._alive_L), self._quiet_L + 1, 0).astype(np.int32)
+        dead_L = quiet_L & ~(absent_L & self._alive_L)
+        if item.withheld is not None:
+            # Absent because it is not known, which is no news of the layer.
+            dead_L &= ~item.withheld
+        self._quiet_L = np.where(dead_L, self._quiet_L + 1, 0).astype(np.int32)
         self._alive_L |= ~quiet_L
         limit_L = np.where(self._alive_L, self._defaults.later_steps, self._defaults.never_steps)
         return self._report(item, np.nonzero(self._quiet_L >= limit_L)[0])
