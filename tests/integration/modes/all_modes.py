@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.integration.modes import one_process_modes
+from tests.integration.modes import compiled_modes, one_process_modes
 
-MODULES = (one_process_modes,)
+MODULES = (
+    one_process_modes,
+    compiled_modes,
+)
 ALL_MODES = [mode for module in MODULES for mode in module.MODES]
