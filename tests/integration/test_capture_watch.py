@@ -446,7 +446,7 @@ def test_what_cannot_be_watched_is_said_once_and_training_goes_on(spool, caplog)
 
 
 def test_an_error_inside_the_capture_costs_the_capture_only(spool, monkeypatch, caplog):
-    from gradiometer.capture import gradients
+    from gradiometer.capture import backends
 
     def broken(_gradients):
         raise RuntimeError("out of pinned memory")
@@ -455,7 +455,7 @@ def test_an_error_inside_the_capture_costs_the_capture_only(spool, monkeypatch, 
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         run.watch(model, optimizer)
-        monkeypatch.setattr(gradients.eager, "read_cpu", broken)
+        monkeypatch.setattr(backends.eager, "read_cpu", broken)
         weights = model[0].weight.detach().clone()
         for _ in range(3):
             loss_of(model).backward()

@@ -111,8 +111,9 @@ class StepReport:
 
         table = partials.table()
         if self.scale is not None:
-            table = statistics.unscale(table, float(self.scale.values().ravel()[0]))
-        records.add_layers(self.step, self.time, partials.layout.layers, table.astype("<f8").tobytes())
+            table = statistics.unscale(table, float(self.scale.values().ravel()[0]), partials.statistics)
+        values = table.astype("<f8").tobytes()
+        records.add_layers(self.step, self.time, partials.layout.layers, values, partials.statistics)
 
     def _write_scalars(self, scalars: Scalars, records: Records) -> None:
         columns, row = scalars.columns, scalars.row()

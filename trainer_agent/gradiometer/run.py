@@ -201,7 +201,7 @@ class Run(Handle):
             step: see the class; 0 <= step < 2**53.
         """
         if self._feeder is not None:
-            self._guard.tolerate("log", self._log, metrics, step)
+            self._guard.timed("log", self._log, metrics, step)
 
     def log_microbatch(self, metrics: Mapping[str, Any]) -> None:
         """Record numbers of one micro-batch under accumulation; never raises. Takes what `log` takes.
@@ -211,7 +211,7 @@ class Run(Handle):
         times for one step keeps the last value.
         """
         if self._feeder is not None:
-            self._guard.tolerate("log", self._log, metrics, None, True)
+            self._guard.timed("log", self._log, metrics, None, True)
 
     def watch(
         self,
@@ -229,6 +229,8 @@ class Run(Handle):
         Call it after the model is wrapped (DDP, FSDP). Several watches are allowed; the first is the clock.
 
         Args:
+        statistics: str = "auto",
+        every: int | None = None,
             model: the module whose parameters the optimizer updates.
             optimizer: a torch optimizer, or Accelerate's or Lightning's wrapper of one.
             scaler: the GradScaler, if there is one; without it, steps that it skips cannot be seen.
@@ -239,10 +241,13 @@ class Run(Handle):
             checks: look for mistakes in the loop that can be proved, such as a missing `zero_grad`.
         """
         if self._feeder is not None:
-            asked = (model, optimizer, scaler, name, forward, sharded, checks)
+            asked = (model, optimizer, scaler, name, forward, sharded, checks, statistics, every)
             self._guard.tolerate("watch", self._watches.add, *asked)
 
     def unwatch(self, optimizer: torch.optim.Optimizer) -> None:
+            statistics: "norm": norms alone; "full": means, extremes and zeros too; "auto": those too, where they cost
+                one pass over the gradients in every step, elsewhere in one of 50.
+            every: "auto" or "full" in one of so many steps, norms in between.
         """Leave model and optimizer as they were before `watch`; a later `watch` goes on counting. Never raises."""
         self._guard.tolerate("watch", self._watches.remove, optimizer)
 

@@ -25,6 +25,7 @@ from gradiometer.capture.optimizers import Optimizers, unwrap
 from gradiometer.capture.progress import NextStep
 from gradiometer.capture.readback import Readback
 from gradiometer.capture.reading import StepReading
+from gradiometer.capture.tiers import EVERYTHING, Cadence, Tier
 from gradiometer.capture.together import Together
 from gradiometer.guard import Guard
 from gradiometer.reports import Report, StepReport
@@ -47,6 +48,7 @@ class Watch:
         unavailable: told a metric and why it cannot be collected; may be told again.
         sharded: parameters that differ from rank to rank though nothing in torch says so.
         checks: whether to make the exact checks.
+        tier: which statistics are read how often.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Watch:
         guard: Guard,
         sharded: Places | None = None,
         checks: bool = True,
+        tier: Tier = EVERYTHING,
     ) -> None:
         self._scaler = scaler if scaling.is_active(scaler) else None
         self._clock, self._is_clock, self._name = clock, is_clock, name
@@ -73,16 +76,17 @@ class Watch:
         self._capture_part = f"gradient capture{suffix}"
         self._step_part = f"step capture{suffix}"
         prefix = f"{name}." if name else ""
-        reader = gradients.GradientReader(model, optimizers, prefix, unavailable, sharded)
+        self._numbers = StepNumbers(clock, is_clock=is_clock)
+        cadence = Cadence(tier, self._numbers.coming)
+        reader = gradients.GradientReader(model, optimizers, prefix, unavailable, sharded, cadence)
         is_only = len(optimizers.all) == 1
         self._readings = tuple(
-            StepReading(optimizer, self._scaler, reader, is_only=is_only) for optimizer in optimizers.all
+            StepReading(one, self._scaler, reader, guard, is_only=is_only) for one in optimizers.all
         )
         self._indices = {id(optimizer): index for index, optimizer in enumerate(optimizers.all)}
         self._together = Together()
-        self._rates, self._times = Rates(name, optimizers.names, unavailable), Times()
+        self._rates, self._times = Rates(name, optimizers.names, unavailable), Times(guard)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._numbers = StepNumbers(clock, is_clock=is_clock)
         self._clip_norm = ClippedNorm(unavailable)
         self._probe: forward.ForwardProbe | None = None
         self._reset()
@@ -167,7 +171,7 @@ class Watch:
         """Run a piece of the capture: guarded, and on the agent's account."""
         started_s = time.perf_counter()
         result = self._guard.call(self._step_part, function, *args)
-        self._times.spent_s += time.perf_counter() - started_s
+        self._guard.spent_s += time.perf_counter() - started_s
         return result
 
     # -- where a step is seen ------------------------------------------------------------------------------------
@@ -370,9 +374,4 @@ class Watch:
         return [*values, *self._clip_norm.scalars()]
 
     def _times_of(self, now_s: float) -> StepScalars:
-        if not self._is_clock:
-            return ()
-        probe_s = 0.0
-        if self._probe is not None:
-            probe_s, self._probe.spent_s = self._probe.spent_s, 0.0
-        return self._times.end_step(now_s, probe_s)
+        return self._times.end_step(now_s) if self._is_clock else ()

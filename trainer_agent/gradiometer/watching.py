@@ -62,8 +62,10 @@ class Watches:
     ) -> None:
         """See `Run.watch`; raises whatever torch raises."""
         import torch
+        statistics: str = "auto",
+        every: int | None = None,
 
-        from gradiometer.capture import groups, optimizers, scaling
+        from gradiometer.capture import groups, optimizers, scaling, tiers
         from gradiometer.capture.checks.no_step import NoStep
         from gradiometer.capture.clock import StepClock
         from gradiometer.capture.microbatches import MicroBatches
@@ -83,11 +85,13 @@ class Watches:
         is_clock, clock = self._leader is None, self._clock or StepClock(self._start_step)
         watch = Watch(
             model,
+        tier = tiers.of_watch(model, statistics, every, self._mistaken)
             found,
+        shown_as = values.encodable(str(name or "")) or ("" if is_clock else f"model{self._num_added + 1}")
             scaler,
             clock=clock,
             is_clock=is_clock,
-            name=values.encodable(str(name or "")) or ("" if is_clock else f"model{self._num_added + 1}"),
+            name=shown_as,
             forward_probe=forward,
             emit=self._emit,
             unavailable=self._unavailable,
@@ -97,7 +101,13 @@ class Watches:
         )
         self._loss_observers += [one for one in watch.observers if isinstance(one, LossObserver)]
         if is_clock:
+            tier=tier,
             self._leader = watch
+        self._emit(tiers.report_of(tier, shown_as))
+        if tier.lack is not None:
+            self._unavailable("grad/zero_fraction", tier.lack)
+        if is_clock and self.flight is not None:
+            self._record_flight(watch, model, found, scaler, clock.step)
             self._micro_batches = next((o for o in watch.observers if isinstance(o, MicroBatches)), None)
             self._no_step = NoStep(self._emit) if checks else None
         self._watches.append(watch)

@@ -128,6 +128,7 @@ EventKind = Literal[
     "nonfinite_activation",
     "dropped",
     "message",
+    "environment",
     "dump",
     "check",
 ]
@@ -146,6 +147,7 @@ class Event(msgspec.Struct, frozen=True, tag="event", kw_only=True):
             NaN or Inf in the forward passes of this step. Precedes the step's frames.
         dropped: reports (int), reason, first_step, last_step: what the agent had to discard.
         message: text.
+        environment: facts (dict of texts): what became known of the process after its hello; joins its environment.
         dump: path, reason, host (str), bytes (int): the flight recorder saved the state before this step there.
         check: check (stable id, e.g. "missing_zero_grad"), watch (name; "" for the first), title, text, advice,
             severity, metric (where it shows), count (int: times true so far), facts (numbers and names behind it): a

@@ -47,7 +47,10 @@ class Measured:
 
     def lacks(self, columns: tuple[int, ...]) -> NDArray[np.bool_] | None:
         """Layers (M,) for which not all of `columns` mean something; None: no layer."""
-        return None if self.missing_MP is None else self.missing_MP[:, columns].any(axis=1)
+        if self.missing_MP is None:
+            return None
+        lacking_M: NDArray[np.bool_] = np.any(self.missing_MP[:, columns], axis=1)
+        return lacking_M
 
 
 EVERYTHING: Final = Measured()

@@ -211,6 +211,8 @@ class RunOwner:
         if event.kind == "exit":
             exception = self._exceptions.pop(source_id, None)
             runs.set_exit(conn, self._run_key, source_id, attributes, event.time_s, exception=exception)
+        elif event.kind == "environment":
+            runs.add_environment(conn, self._run_key, source_id, attributes["facts"])
         elif event.kind == "unavailable":
             metric, reason = str(attributes.get("metric", "")), str(attributes.get("reason", ""))
             runs.add_unavailable(conn, self._run_key, metric, reason)

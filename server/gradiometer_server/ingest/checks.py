@@ -346,6 +346,18 @@ _EVENT_ATTRIBUTES: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
     "nonfinite_activation": {"modules": (list,)},
     "dropped": {"reports": (int,), "reason": _OPTIONAL_TEXT},
     "message": {"text": (str,)},
+    "environment": {"facts": (dict,)},
+    "check": {
+        "check": (str,),
+        "watch": _OPTIONAL_TEXT,
+        "title": (str,),
+        "text": (str,),
+        "advice": _OPTIONAL_TEXT,
+        "severity": (str,),
+        "metric": _OPTIONAL_TEXT,
+        "count": (int, type(None)),
+        "facts": (dict, type(None)),
+    },
     "dump": {"path": (str,), "reason": (str,), "host": _OPTIONAL_TEXT, "bytes": (int, type(None))},
 }
 _AGENT_BUG: Final = "this is a defect of the sender: upgrade the agent, or report it with this message"

@@ -43,6 +43,8 @@ _MAX_TEXT_CHARS: Final = 10_000
 _MAX_SIGNAL_CHARS: Final = 64
 _MAX_UNAVAILABLE: Final = 1000
 """Most metrics that a run remembers as unavailable."""
+_MAX_FACTS = 256
+"""Most entries of a source's environment."""
 _LOCKED_RUN = select(run).where(run.c.run_id == bindparam("of_run")).with_for_update()
 _INSERT_RUN = insert_or_ignore(run)
 _UPDATE_RUN = update(run).where(run.c.run_id == bindparam("of_run"))
@@ -52,6 +54,9 @@ _SOURCE = select(source).where(
     source.c.rank == bindparam("of_rank"),
 )
 _UPDATE_SOURCE = update(source).where(
+    source.c.run_id == bindparam("of_run"), source.c.source_id == bindparam("of_source")
+)
+_ENVIRONMENT = select(source.c.environment).where(
     source.c.run_id == bindparam("of_run"), source.c.source_id == bindparam("of_source")
 )
 _DROPPED = _UPDATE_SOURCE.where(source.c.dropped_reports < bindparam("dropped")).values(
@@ -261,6 +266,16 @@ def add_unavailable(conn: Connection, run_key: int, metric: str, reason: str) ->
     name = metric[:MAX_NAME_CHARS]
     if name in known or len(known) < _MAX_UNAVAILABLE:
         update_run(conn, run_key, unavailable=dump_json({**known, name: reason[:_MAX_TEXT_CHARS]}))
+
+
+def add_environment(conn: Connection, run_key: int, source_id: int, facts: Mapping[str, object]) -> None:
+    """Add what an agent learned of its process after its hello to the source's environment; newer words win."""
+    lock_run(conn, run_key)
+    find = {"of_run": run_key, "of_source": source_id}
+    known = load_json(conn.execute(_ENVIRONMENT, find).scalar_one())
+    new = {name[:MAX_NAME_CHARS]: str(text)[:_MAX_TEXT_CHARS] for name, text in facts.items()}
+    joined = dict(list({**known, **new}.items())[:_MAX_FACTS])
+    conn.execute(_UPDATE_SOURCE.values(environment=dump_json(joined)), find)
 
 
 def count_rejected(conn: Connection, run_key: int, n: int, last_reason: str) -> None:

@@ -32,6 +32,11 @@ class StepNumbers:
         self._leads: bool | None = None
         self._reported: int | None = None
 
+    def coming(self) -> int:
+        """Number of the step under way."""
+        leads = self._clock.step == self._began_at if self._leads is None else self._leads
+        return self._clock.step + (1 if self._is_clock or leads else 0)
+
     def next(self) -> tuple[int, bool]:
         """Another step of this watch is complete: its number, and whether it is to be reported."""
         if self._is_clock:

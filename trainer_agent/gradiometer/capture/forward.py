@@ -87,15 +87,10 @@ def _ignore(_module: Any, _args: Any, _output: Any) -> None:
 
 
 class ForwardProbe:
-    """Forward hooks on the leaf modules of one model.
-
-    Attributes:
-        spent_s: time spent in the hooks on the training thread so far.
-    """
+    """Forward hooks on the leaf modules of one model."""
 
     def __init__(self, model: torch.nn.Module, guard: Guard, prefix: str = "") -> None:
         self._guard = guard
-        self.spent_s = 0.0
         self._order: list[str] = []
         self._loose: list[torch.Tensor] = []
         self._blocks: list[Readback] = []
@@ -110,7 +105,7 @@ class ForwardProbe:
         """Keep the extremes of one output; called by the hooks."""
         started_s = time.perf_counter()
         self._guard.call("forward probe", self._record, name, output)
-        self.spent_s += time.perf_counter() - started_s
+        self._guard.spent_s += time.perf_counter() - started_s
 
     def _record(self, name: str, output: Any) -> None:
         if len(self._blocks) >= MAX_BLOCKS:

@@ -13,10 +13,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from gradiometer.capture import eager, layout, statistics
+from gradiometer import wire
+from gradiometer.capture import layout, statistics
+from gradiometer.capture.backends import Backends, Blocks, Found, OnlyNorms, known_finite
 from gradiometer.capture.layout import Layout, Places
 from gradiometer.capture.readback import Readback
-from gradiometer.capture.statistics import SUM_SQUARES, WIDTH, Floats
+from gradiometer.capture.statistics import Floats
+from gradiometer.capture.tiers import EVERY_STEP, Cadence
 
 _MAX_LISTED: Final = 5
 
@@ -28,20 +31,22 @@ class Partials:
     Attributes:
         layout: what the rows mean.
         blocks: row numbers in the table, and the rows.
+        statistics: the columns: `wire.STATISTICS` or `wire.NORM_STATISTICS`.
         unread: rows whose gradient exists but could not be read; see `wire.STATISTICS` for how that is told.
     """
 
     layout: Layout
-    blocks: tuple[tuple[list[int], Readback], ...]
+    blocks: Blocks
+    statistics: tuple[str, ...] = wire.STATISTICS
     unread: tuple[int, ...] = ()
 
     def table(self) -> Floats:
-        """Float64, shape (layers, 7); still multiplied by the loss scale if the gradients were. Agent thread only."""
-        table = np.zeros((len(self.layout.layers), WIDTH))
+        """Float64, shape (layers, statistics), multiplied by the loss scale if the gradients were. Agent thread only."""
+        table = np.zeros((len(self.layout.layers), len(self.statistics)))
         for rows, readback in self.blocks:
             table[rows] = readback.values()
         if self.unread:
-            table[list(self.unread), SUM_SQUARES] = np.nan
+            table[list(self.unread), self.statistics.index("sum_squares")] = np.nan
         return table
 
 
@@ -50,29 +55,32 @@ def combine(pieces: Sequence[tuple[Partials, Readback | None]]) -> tuple[Partial
     if len(pieces) <= 1:
         return pieces[0] if pieces else (None, None)
     newest = pieces[-1][0]
+    is_full = all(partials.statistics == wire.STATISTICS for partials, _ in pieces)
+    common = wire.STATISTICS if is_full else wire.NORM_STATISTICS
     blocks: list[tuple[list[int], Readback]] = []
     unread: list[int] = []
     for partials, scale in pieces:
         # Rows mean something else where an optimizer got another group in the middle of a step.
         if partials.layout is newest.layout:
-            blocks += [
-                (rows, read if scale is None else _Unscaled(read, scale)) for rows, read in partials.blocks
-            ]
+            for rows, found in partials.blocks:
+                read = found if partials.statistics == common else OnlyNorms(found)
+                blocks.append((rows, read if scale is None else _Unscaled(read, scale, common)))
             unread += partials.unread
-    return replace(newest, blocks=tuple(blocks), unread=tuple(unread)), None
+    return replace(newest, blocks=tuple(blocks), statistics=common, unread=tuple(unread)), None
 
 
 class _Unscaled:
     """Rows of a table divided by the loss scale."""
 
-    __slots__ = ("_rows", "_scale")
+    __slots__ = ("_rows", "_scale", "_statistics")
 
-    def __init__(self, rows: Readback, scale: Readback) -> None:
-        self._rows, self._scale = rows, scale
+    def __init__(self, rows: Readback, scale: Readback, names: tuple[str, ...]) -> None:
+        self._rows, self._scale, self._statistics = rows, scale, names
 
     def values(self) -> Floats:
         """See `Readback`."""
-        return statistics.unscale(self._rows.values(), float(self._scale.values().ravel()[0]))
+        scale = float(self._scale.values().ravel()[0])
+        return statistics.unscale(self._rows.values(), scale, self._statistics)
 
 
 class Witness:
@@ -107,6 +115,7 @@ class GradientReader:
     Args:
         unavailable: told a metric and the reason why it cannot be collected; may be told again.
         sharded: parameters that differ from rank to rank, see `layout.Places`.
+        cadence: which steps are read in full.
     """
 
     def __init__(
@@ -116,6 +125,7 @@ class GradientReader:
         prefix: str,
         unavailable: Callable[[str, str], None],
         sharded: Places | None = None,
+        cadence: Cadence = EVERY_STEP,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -125,6 +135,7 @@ class GradientReader:
         self._layout: Layout | None = None
         self._unread: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
+        self._cadence, self._backends = cadence, Backends()
 
     @property
     def layout(self) -> Layout:
@@ -164,8 +175,7 @@ class GradientReader:
             current = self.layout
         num_unread = len(self._unread)
         unread: list[int] = []
-        groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
-        blocks: list[tuple[list[int], Readback]] = []
+        found = Found()
         for row in range(len(current.parameters)) if of is None else self._part(current, of).rows:
             gradient: Any = current.parameters[row].grad
             if gradient is None:
@@ -176,18 +186,19 @@ class GradientReader:
             # Also a shard of no elements has nothing to say.
             if gradient is None or not gradient.numel():
                 continue
-            if gradient.layout != torch.strided:
-                blocks.append(([row], eager.read_sparse(gradient)))
-                continue
-            rows, gradients = groups.setdefault((gradient.device, gradient.dtype), ([], []))
-            rows.append(row)
-            gradients.append(gradient)
-        for (device, _), (rows, gradients) in groups.items():
-            read = eager.read_cpu if device.type == "cpu" else eager.read_device
-            blocks.append((rows, read(gradients)))
+            found.add(row, gradient)
         if len(self._unread) > num_unread:
             self._tell_unread(current)
-        return Partials(layout=current, blocks=tuple(blocks), unread=tuple(unread))
+        blocks, names = self._read(found)
+        return Partials(layout=current, blocks=blocks, statistics=names, unread=tuple(unread))
+
+    def _read(self, found: Found) -> tuple[Blocks, tuple[str, ...]]:
+        """Rows of all statistics, or of those of a norm alone, and which they are."""
+        if not self._cadence.is_full():
+            blocks = self._backends.read(found, full=False)
+            if not self._cadence.is_full_too(finite=known_finite(blocks)):
+                return blocks, wire.NORM_STATISTICS
+        return self._backends.read(found, full=True), wire.STATISTICS
 
     def _local(self, gradient: Any, row: int, unread: list[int]) -> torch.Tensor | None:
         """This rank's part of a gradient; None if it cannot be read."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -11,6 +10,7 @@ import torch
 from gradiometer import wire
 from gradiometer.capture.observer import StepScalars
 from gradiometer.capture.reading import StepReading
+from gradiometer.guard import Guard
 
 MAX_RATES: Final = 32
 """Learning rates recorded for one watch: with an optimizer for each parameter there may be thousands."""
@@ -52,22 +52,19 @@ class Rates:
 
 
 class Times:
-    """How long steps take, and the agent in them.
+    """How long steps take, and the agent in them: all that was booked on the guard since the last step's end."""
 
-    Attributes:
-        spent_s: time spent in the agent on the training thread since the last step's end.
-    """
-
-    def __init__(self) -> None:
-        self.spent_s = 0.0
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._ended_s: float | None = None
 
-    def end_step(self, now_s: float, extra_s: float) -> StepScalars:
-        """A step ends at `now_s` of `time.perf_counter`; `extra_s` of the agent's time was measured elsewhere."""
-        found: list[tuple[wire.Column, float | torch.Tensor]] = []
-        if self._ended_s is not None:
-            found.append((wire.Column("time/step_s", "max"), now_s - self._ended_s))
-        self._ended_s = now_s
-        spent_s, self.spent_s = self.spent_s + extra_s, 0.0
-        # The end of this very report is booked on the next step.
-        return [*found, (wire.Column("agent/step_s", "max"), spent_s + time.perf_counter() - now_s)]
+    def end_step(self, now_s: float) -> StepScalars:
+        """A step ends at `now_s` of `time.perf_counter`. What the end of a step costs is booked on the next one."""
+        spent_s, self._guard.spent_s = self._guard.spent_s, 0.0
+        before_s, self._ended_s = self._ended_s, now_s
+        agent = (wire.Column("agent/step_s", "max"), spent_s)
+        if before_s is None or now_s <= before_s:
+            return [agent]
+        step_s = now_s - before_s
+        overhead = (wire.Column("agent/overhead_fraction", "max"), spent_s / step_s)
+        return [(wire.Column("time/step_s", "max"), step_s), agent, overhead]

@@ -5,6 +5,7 @@ A watch reads at the first of: clipping, the end of a closure, `scaler.step`, th
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from gradiometer.capture import readback, scaling
 from gradiometer.capture.gradients import GradientReader, Partials, Witness
 from gradiometer.capture.readback import Readback
+from gradiometer.guard import Guard
 
 
 class StepReading:
@@ -37,10 +39,16 @@ class StepReading:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, scaler: Any, reader: GradientReader, *, is_only: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: Any,
+        reader: GradientReader,
+        guard: Guard,
+        *,
+        is_only: bool,
     ) -> None:
         self.optimizer = optimizer
-        self._scaler, self._reader = scaler, reader
+        self._scaler, self._reader, self._guard = scaler, reader, guard
         self._of = None if is_only else optimizer
         self.num_ended = 0
         self.reset()
@@ -124,7 +132,10 @@ class StepReading:
     def unscale_as_the_step_will(self) -> None:
         """Do what `scaler.step` is about to do, so that a step that is skipped, when no hook fires, is read too."""
         if self.is_scaled() and not scaling.unscales_itself(self.optimizer):
+            started_s = time.perf_counter()
             self._scaler.unscale_(self.optimizer)
+            # The training's own work, done for it: the agent must not be charged for it.
+            self._guard.spent_s -= time.perf_counter() - started_s
 
     # Hot path: training thread, once per step.
     def end(self, skip: Readback | None) -> None:

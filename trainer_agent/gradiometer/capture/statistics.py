@@ -1,7 +1,7 @@
 """The one definition of the vector of mergeable partial statistics (`wire.STATISTICS`) of a gradient.
 
 A *table* is a float64 array of shape (layers, 7), one row per parameter. A row whose `count` is 0 says that the
-parameter had no gradient; its other entries mean nothing.
+parameter had no gradient; its other entries mean nothing. A table of norms has only the columns `NORMS`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ Floats = npt.NDArray[np.float64]
 
 COUNT, SUM, SUM_SQUARES, MIN, MAX, NUM_ZEROS, NUM_NONFINITE = range(7)
 WIDTH: Final = len(wire.STATISTICS)
+NORMS: Final = tuple(wire.STATISTICS.index(name) for name in wire.NORM_STATISTICS)
+_LINEAR: Final = ("sum", "min", "max")
 assert wire.STATISTICS == ("count", "sum", "sum_squares", "min", "max", "num_zeros", "num_nonfinite")
 
 
@@ -54,7 +56,7 @@ def with_implicit_zeros(row_s: Floats, num_elements: int) -> Floats:
     return row
 
 
-def unscale(table: Floats, scale: float) -> Floats:
+def unscale(table: Floats, scale: float, statistics: tuple[str, ...] = wire.STATISTICS) -> Floats:
     """The table of gradients divided by the loss scale, from the table of gradients still multiplied by it.
 
     sum, min and max are linear in the gradient, the sum of squares is quadratic; the counts do not change.
@@ -62,6 +64,9 @@ def unscale(table: Floats, scale: float) -> Floats:
     unscaled = table.copy()
     # A scale of 0 or a statistic that overflowed gives Inf or NaN, which is then the truth about the gradient.
     with np.errstate(all="ignore"):
-        unscaled[:, [SUM, MIN, MAX]] /= scale
-        unscaled[:, SUM_SQUARES] = unscaled[:, SUM_SQUARES] / scale / scale
+        for column, name in enumerate(statistics):
+            if name in _LINEAR:
+                unscaled[:, column] /= scale
+            elif name == "sum_squares":
+                unscaled[:, column] = unscaled[:, column] / scale / scale
     return unscaled
