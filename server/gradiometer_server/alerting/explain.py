@@ -155,6 +155,63 @@ def _user(episode: Episode) -> Explanation:
     )
 
 
+def _check(episode: Episode) -> Explanation:
+    title, text, advice = (*episode.first.facts, "", "", "")[:3]
+    return Explanation(
+        title=title or "A mistake in the training loop",
+        explanation=_sentences(text, f"First seen at step {episode.first.step}.", _times_true(episode)),
+        advice=advice or "Look at the training loop around optimizer.step().",
+    )
+
+
+def _times_true(episode: Episode) -> str:
+    """How often a check was true: the agent tells it at 1, 10, 100, ... times."""
+    count = episode.worst.value
+    if count is None or count < 2:
+        return ""
+    return f"True at least {number_text(count)} times, up to step {episode.last_step}."
+
+
+def _replica_mismatch(episode: Episode) -> Explanation:
+    first = episode.first
+    ranks = " and ".join(str(rank) for rank in first.ranks)
+    return Explanation(
+        title=f"Ranks {ranks} hold different gradients of {_first_layer(first)} at step {first.step}",
+        explanation=_sentences(
+            f"They say that they hold the same part of {_first_layer(first)}, whose gradient must then be the same on both.",
+            _facts(first),
+            "The lower rank's counts in the figures; other layers may differ too.",
+            _since(episode),
+        ),
+        advice="If these ranks are to hold copies (DDP, HSDP), they are training different models: check that everything "
+        "that is trained is inside the wrapper, that gradients are reduced before the step, and that no rank changes "
+        "them on its own. If the layer is meant to differ from rank to rank (experts, stages), say so: "
+        'watch(..., sharded={"pattern of names": process_group}), or watch(..., name="stage1") on that rank.',
+    )
+
+
+def _incomplete_gradient(episode: Episode) -> Explanation:
+    first = episode.first
+    missing = f"Nothing of this step came from {_ranks(first.ranks)}." if first.ranks else ""
+    return Explanation(
+        title=f"Only {number_text(100 * (first.value or 0.0))} % of the gradient is reported since about step {first.step}",
+        explanation=_sentences(
+            _facts(first),
+            missing,
+            "The norm of the whole gradient and the figures of those layers are left out, because without the missing "
+            "parts they would be wrong.",
+            _since(episode),
+        ),
+        advice="Check that gradiometer.init() and watch() run on every rank, and that the agents of the missing ranks "
+        "reach the server. What they keep in their spool is sent later, but not merged into steps that were shown.",
+    )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    listed = ", ".join(str(rank) for rank in ranks)
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
 def _unknown(episode: Episode) -> Explanation:
     first = episode.first
     return Explanation(
@@ -208,4 +265,7 @@ _TEXTS: dict[str, Callable[[Episode], Explanation]] = {
     "scaler_collapse": _scaler_collapse,
     "dead_layer": _dead_layer,
     "user": _user,
+    "replica_mismatch": _replica_mismatch,
+    "incomplete_gradient": _incomplete_gradient,
+    "check": _check,
 }

@@ -6,6 +6,7 @@ what was differentiated, times the loss scale. A step over k micro-batches of me
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from dataclasses import dataclass
@@ -59,7 +60,9 @@ class Accumulation:
         self._passes: list[_Pass] = []
         self._hooked: dict[tuple[str, int], weakref.ref[torch.Tensor]] = {}
         self._num_steps = self._num_judged = 0
-        self._unchanged: tuple[int, int] | None = None
+        # The sentinel's gradient after the last pass, and as it is read: a loop may divide the sum itself.
+        self._after: Before = None
+        self._read: Before = None
         sentinel.subscribe(self._accumulated)
 
     def loss_logged(self, name: str, loss: torch.Tensor) -> None:
@@ -104,29 +107,32 @@ class Accumulation:
             if one.task != task:
                 break
             one.reached, one.before = True, 0.0 if before is None else before
+        self._after = self._sentinel.observe() if len(self._passes) > 1 else None
 
     def before_read(self) -> None:
         """See `StepObserver`."""
+        self._read = None if self._after is None else self._sentinel.observe()
 
     def end_step(self, step: int) -> StepScalars:
         """See `StepObserver`."""
         passes = [one for one in self._passes if one.reached]
         is_whole = len(self._passes) <= _MAX_PASSES
-        self._passes, self._hooked = [], {}
+        ends = tuple(0.0 if one is None else one for one in (self._after, self._read))
+        self._passes, self._hooked, self._after, self._read = [], {}, None, None
         self._num_steps += 1
         if passes and is_whole:
             self._num_judged += 1
-            self._report(step, passes)
+            self._report(step, passes, ends)
         elif self._num_steps == _TELL_AFTER and self._num_judged == 0:
             self._tell_why_not()
         return ()
 
-    def _report(self, step: int, passes: list[_Pass]) -> None:
-        numbers: list[tuple[wire.Column, float | torch.Tensor]] = []
+    def _report(self, step: int, passes: list[_Pass], ends: tuple[float | torch.Tensor, ...]) -> None:
+        numbers = [*ends]
         for one in passes:
-            numbers += [(wire.Column("value"), value) for value in (one.factor, one.scale, one.before)]
-        pending = scalars.collect(numbers)
-        names = [(one.name, one.kind) for one in passes]
+            numbers += [one.factor, one.scale, one.before]
+        pending = scalars.collect([(wire.Column("value"), number) for number in numbers])
+        names = [(one.name, one.kind, one.task) for one in passes]
         # One reading serves both checks, in this order, on the agent's thread.
         found: list[Finding | None] = []
 
@@ -176,21 +182,38 @@ class Judge:
         self._num_undivided: dict[str, int] = {}
         self._usual: dict[str, tuple[int, int]] = {}
 
-    def judge(self, names: list[tuple[str, losses.Kind]], values: list[float]) -> Finding | None:
-        """The first finding of a step. `values`: factor, scale and old gradient of each pass in turn."""
+    def judge(self, names: list[tuple[str, losses.Kind, int]], values: list[float]) -> Finding | None:
+        """The first finding of a step.
+
+        Args:
+            names: of the losses, how each was reduced, and the number of the backward pass.
+            values: the sentinel's gradient after the last pass, and as it was read (0: not known); then factor, scale
+                and old gradient of each pass in turn.
+        """
+        after, read, *of_passes = values
         sums: dict[str, list[tuple[losses.Kind, float]]] = {}
-        for index, (name, kind) in enumerate(names):
-            factor, scale, before = values[3 * index : 3 * index + 3]
-            if before == 0.0:
+        last_task: int | None = None
+        for index, (name, kind, task) in enumerate(names):
+            factor, scale, before = of_passes[3 * index : 3 * index + 3]
+            if before == 0.0 and task != last_task:
                 # The gradients were cleared: what came before is not in this step's gradient.
-                sums[name] = []
+                sums.clear()
+            last_task = task
             sums.setdefault(name, []).append((kind, factor / scale if scale else float("nan")))
-        found = [self._of_loss(name, passes) for name, passes in sums.items()]
+        later = [1.0] if after == 0.0 or read == 0.0 else [read / after, read * of_passes[1] / after]
+        found = [self._of_loss(name, passes, later) for name, passes in sums.items()]
         return next((one for one in found if one is not None), None)
 
-    def _of_loss(self, name: str, passes: list[tuple[losses.Kind, float]]) -> Finding | None:
+    def _of_loss(
+        self, name: str, passes: list[tuple[losses.Kind, float]], later: list[float]
+    ) -> Finding | None:
+        """`later`: what the sum may have been multiplied by after the last pass, with the loss scale and without."""
         factors = [factor for _, factor in passes]
         count = len(factors)
+        if count >= 2 and any(not math.isfinite(one) or self._all_are([one], 1.0 / count) for one in later):
+            # Divided after the sum was made, or that cannot be told.
+            self._num_undivided[name] = 0
+            return None
         if count >= 2 and self._all_are(factors, 1.0) and all(kind == "mean" for kind, _ in passes):
             self._num_undivided[name] = self._num_undivided.get(name, 0) + 1
             # Twice, because the first step of a loop may be a special one.
