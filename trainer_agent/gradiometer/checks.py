@@ -122,8 +122,8 @@ def gradients(
     """Compare autograd with central differences, (f(x + h) - f(x - h)) / 2h, on sampled coordinates of each parameter.
 
     h is the cube root of the dtype's epsilon times max(1, |x|), which balances truncation against rounding (Press et
-    al., Numerical Recipes, 3rd ed., section 5.7). A coordinate where h and h/2 disagree is a kink (ReLU) and left out.
-    Costs five evaluations of the loss per coordinate.
+    al., Numerical Recipes, 3rd ed., section 5.7). A coordinate where the loss has a kink (ReLU) within h is left out: the
+    slopes above and below differ there, with h/2 as with h. Costs four evaluations of the loss per coordinate.
 
     Args:
         model: in the mode (train or eval) in which it is to be checked; a plain module, not wrapped in DDP or FSDP.

@@ -14,11 +14,15 @@ _TOLERANCES: Final = {torch.float64: (1e-5, 1e-7)}
 _COARSE: Final = (2e-2, 2e-3)
 """Relative, and absolute per unit of loss: float32 differences carry about four digits."""
 
+_HALVED: Final = 0.75
+"""Between 1/2, to which a smooth loss's bend falls when the step is halved, and 1, where that of a kink stays."""
+
 
 class _Comparison:
     """Compares single coordinates of one copy."""
 
-    def __init__(self, exact: ExactCopy, relative: float, absolute: float) -> None:
+    def __init__(self, exact: ExactCopy, loss: float, relative: float, absolute: float) -> None:
+        self._loss = loss
         self._exact, self._relative, self._absolute = exact, relative, absolute
         self._epsilon = torch.finfo(exact.dtype).eps
 
@@ -46,18 +50,24 @@ class _Comparison:
         )
 
     def _difference(self, parameter: Any, index: int) -> float | None:
-        """The derivative by central differences; None where the loss has a kink within the step."""
-        flat = parameter.detach().reshape(-1)
-        x = float(flat[index])
-        step = self._epsilon ** (1 / 3) * max(1.0, abs(x))
-        wide, narrow = self._central(parameter, index, x, step), self._central(parameter, index, x, step / 2)
-        return narrow if self._agree(wide, narrow) else None
+        """The derivative by central differences; None where the loss has a kink within the step.
 
-    def _central(self, parameter: Any, index: int, x: float, step: float) -> float:
+        Of a smooth loss the one-sided slopes differ by h f'', which halves with h; of a kink they differ by a constant.
+        """
+        x = float(_view_of(parameter, index))
+        step = self._epsilon ** (1 / 3) * max(1.0, abs(x))
+        wide, bent = self._slopes(parameter, index, x, step)
+        narrow, bent_less = self._slopes(parameter, index, x, step / 2)
+        is_kink = not self._agree(bent_less, 0.0) and abs(bent_less) > _HALVED * abs(bent)
+        return None if is_kink or not self._agree(wide, narrow) else narrow
+
+    def _slopes(self, parameter: Any, index: int, x: float, step: float) -> tuple[float, float]:
+        """The central difference, and by how much the slopes above and below differ."""
         above, x_above = self._loss_at(parameter, index, x, x + step)
         below, x_below = self._loss_at(parameter, index, x, x - step)
         # By the distance between the numbers as they were stored, which is not exactly 2 * step.
-        return (above - below) / (x_above - x_below)
+        central = (above - below) / (x_above - x_below)
+        return central, (above - self._loss) / (x_above - x) - (self._loss - below) / (x - x_below)
 
     def _loss_at(self, parameter: Any, index: int, x: float, moved: float) -> tuple[float, float]:
         place = _view_of(parameter, index)
@@ -92,7 +102,7 @@ def gradients(
         default_relative, per_loss = _TOLERANCES.get(exact.dtype, _COARSE)
         relative = default_relative if relative is None else relative
         absolute = per_loss * max(1.0, abs(loss)) if absolute is None else absolute
-        comparison = _Comparison(exact, relative, absolute)
+        comparison = _Comparison(exact, loss, relative, absolute)
         generator = torch.Generator().manual_seed(seed)
         rows = tuple(
             comparison.row(
