@@ -223,14 +223,14 @@ class Run(Handle):
         forward: bool | None = None,
         sharded: Mapping[str, Any] | None = None,
         checks: bool = True,
+        statistics: str = "auto",
+        every: int | None = None,
     ) -> None:
         """Capture every step of `optimizer` from now on; never raises.
 
         Call it after the model is wrapped (DDP, FSDP). Several watches are allowed; the first is the clock.
 
         Args:
-        statistics: str = "auto",
-        every: int | None = None,
             model: the module whose parameters the optimizer updates.
             optimizer: a torch optimizer, or Accelerate's or Lightning's wrapper of one.
             scaler: the GradScaler, if there is one; without it, steps that it skips cannot be seen.
@@ -239,15 +239,15 @@ class Run(Handle):
             sharded: plain tensors that hold other values on each rank (expert parallelism): pattern of parameter names
                 -> the process group, or one-dimensional device mesh, over which they differ: `{"experts.*": group}`.
             checks: look for mistakes in the loop that can be proved, such as a missing `zero_grad`.
+            statistics: "norm": norms alone; "full": means, extremes and zeros too; "auto": those too, where they cost
+                one pass over the gradients in every step, elsewhere in one of 50.
+            every: "auto" or "full" in one of so many steps, norms in between.
         """
         if self._feeder is not None:
             asked = (model, optimizer, scaler, name, forward, sharded, checks, statistics, every)
             self._guard.tolerate("watch", self._watches.add, *asked)
 
     def unwatch(self, optimizer: torch.optim.Optimizer) -> None:
-            statistics: "norm": norms alone; "full": means, extremes and zeros too; "auto": those too, where they cost
-                one pass over the gradients in every step, elsewhere in one of 50.
-            every: "auto" or "full" in one of so many steps, norms in between.
         """Leave model and optimizer as they were before `watch`; a later `watch` goes on counting. Never raises."""
         self._guard.tolerate("watch", self._watches.remove, optimizer)
 

@@ -59,11 +59,11 @@ class Watches:
         forward: bool | None,
         sharded: Mapping[str, Any] | None,
         checks: bool = True,
+        statistics: str = "auto",
+        every: int | None = None,
     ) -> None:
         """See `Run.watch`; raises whatever torch raises."""
         import torch
-        statistics: str = "auto",
-        every: int | None = None,
 
         from gradiometer.capture import groups, optimizers, scaling, tiers
         from gradiometer.capture.checks.no_step import NoStep
@@ -82,12 +82,12 @@ class Watches:
         if not scaling.is_scaler(scaler):
             self._mistaken("scaler/scale", f"watch() needs torch's GradScaler, got {type(scaler).__name__}")
             scaler = None
+        tier = tiers.of_watch(model, statistics, every, self._mistaken)
         is_clock, clock = self._leader is None, self._clock or StepClock(self._start_step)
+        shown_as = values.encodable(str(name or "")) or ("" if is_clock else f"model{self._num_added + 1}")
         watch = Watch(
             model,
-        tier = tiers.of_watch(model, statistics, every, self._mistaken)
             found,
-        shown_as = values.encodable(str(name or "")) or ("" if is_clock else f"model{self._num_added + 1}")
             scaler,
             clock=clock,
             is_clock=is_clock,
@@ -98,16 +98,16 @@ class Watches:
             guard=self._guard,
             sharded=groups.places(sharded or {}, lambda reason: self._mistaken("grad/layers", reason)),
             checks=checks,
-        )
-        self._loss_observers += [one for one in watch.observers if isinstance(one, LossObserver)]
-        if is_clock:
             tier=tier,
-            self._leader = watch
+        )
         self._emit(tiers.report_of(tier, shown_as))
         if tier.lack is not None:
             self._unavailable("grad/zero_fraction", tier.lack)
         if is_clock and self.flight is not None:
             self._record_flight(watch, model, found, scaler, clock.step)
+        self._loss_observers += [one for one in watch.observers if isinstance(one, LossObserver)]
+        if is_clock:
+            self._leader = watch
             self._micro_batches = next((o for o in watch.observers if isinstance(o, MicroBatches)), None)
             self._no_step = NoStep(self._emit) if checks else None
         self._watches.append(watch)
