@@ -108,10 +108,12 @@ class Watch:
         checks: bool,
     ) -> None:
         self._handles = []
+        # Where `optimizer.step` is compiled the hooks must not be, or each of their branches makes a graph.
+        pre_hook, post_hook = torch.compiler.disable(self._pre_hook), torch.compiler.disable(self._post_hook)
         for optimizer in optimizers.all:
             self._handles += [
-                optimizer.register_step_pre_hook(self._pre_hook),
-                optimizer.register_step_post_hook(self._post_hook),
+                optimizer.register_step_pre_hook(pre_hook),
+                optimizer.register_step_post_hook(post_hook),
             ]
         missed = clip.subscribe(self)
         if missed is not None:
@@ -259,6 +261,8 @@ class Watch:
         self._begin(index)
         reading = self._readings[index]
         reading.is_stepping = True
+        if clip.was_compiled():
+            self._unavailable("grad/clip_norm", clip.COMPILED)
         by_keyword = kwargs.get("closure") is not None
         closure = kwargs["closure"] if by_keyword else args[1] if len(args) > 1 else None
         if not callable(closure):

@@ -6,6 +6,7 @@ import functools
 
 import torch
 import torch._dynamo
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.integration.modes.mode_framework import Mode, Session, outcome, weights_of
@@ -13,6 +14,7 @@ from tests.integration.modes.mode_net import loss_of, make_net
 from tests.integration.modes.one_process_modes import ONCE
 
 STEPS = 3
+CLIP = 0.05
 
 
 def train(session: Session, model, plain, optimizer, *, watch_after=0, step_optimizer=None):
@@ -82,6 +84,34 @@ def compiled_optimizer(session):
     return finish(session, train(session, model, plain, optimizer, step_optimizer=step))
 
 
+def compiled_step(session):
+    """Forward, backward, clip and optimizer step in one compiled function."""
+    counter = counted(session, "eager")
+    plain = make_net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    session.watch(plain, optimizer)
+
+    def step_once(step):
+        loss_of(plain, step).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(step_once, backend=counter)
+    for step in range(1, STEPS + 1):
+        session.begin_step(weights_of(plain))
+        compiled(step)
+    return finish(session, outcome(plain, optimizer))
+
+
+def clipped_gradients(step, weights):
+    model = make_net()
+    model.load_state_dict(weights)
+    loss_of(model, step).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 def mode(name, train, remarks=""):
     return Mode(
         name=f"torch.compile, {name}",
@@ -118,4 +148,12 @@ MODES = [
         remarks="the first non-finite output is looked for only where a part of the model runs uncompiled",
     ),
     mode("with a compiled `optimizer.step`", compiled_optimizer),
+    Mode(
+        name="torch.compile of a whole step, with its clip",
+        train=compiled_step,
+        reads="the gradient after clipping",
+        reference=clipped_gradients,
+        unavailable=("grad/clip_norm",),
+        remarks="said on the run; to look on before the clip would break its graph",
+    ),
 ]

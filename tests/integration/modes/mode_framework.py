@@ -94,9 +94,9 @@ class Session:
     """Anything JSON can carry that a test of this mode wants to look at."""
 
     def watch(self, model, optimizers, scaler=None, **options):
-        """`Run.watch`, or nothing."""
+        """`Run.watch` with everything in every step, or nothing."""
         if self.run is not None:
-            self.run.watch(model, optimizers, scaler, **options)
+            self.run.watch(model, optimizers, scaler, **{"statistics": "full", **options})
 
     def log(self, metrics, step=None):
         """`Run.log`, or nothing."""

@@ -19,4 +19,6 @@ def test_R03_R04_R77_compiled(mode, folder):
     result = mode_checks.played(mode, folder)
     mode_checks.check(result)
     assert result.notes["graphs"] >= 1
-    assert result.notes == result.notes_bare, "the agent changed what is compiled"
+    for what in ("graphs", "ops"):
+        assert result.notes[what] == result.notes_bare[what], "the agent changed what is compiled"
+    assert result.notes["graph_breaks"] <= result.notes_bare["graph_breaks"]

@@ -8,6 +8,9 @@ the cell is patched. If torch no longer looks like that, the module's attributes
 
 The functions that change gradients, `_clip_grads_with_norm_` and `clip_grad_value_`, are patched in the same way, so that
 a change that clipping made can be told from one that another backward pass made.
+
+A clip inside a compiled function is let alone, because to look at its gradients would break its graph; it only leaves
+word that it was there.
 """
 
 from __future__ import annotations
@@ -42,10 +45,28 @@ OWN_SHARD: Final = (
     "another norm; with FSDP1 call the clip_grad_norm_ method of the FSDP model"
 )
 
+COMPILED: Final = (
+    "clip_grad_norm_ runs inside a compiled function, where nothing can look on without breaking its graph: statistics "
+    "are of the gradients after clipping"
+)
+
+
+class _Unseen:
+    """Whether a compiled clip ran. The compiler carries the assignment out beside its graph, without a break."""
+
+    happened = False
+
+
+_unseen: Final = _Unseen()
 _CHANGING: Final = ("_clip_grads_with_norm_", "clip_grad_value_")
 _listeners: Final[list[ClipListener]] = []
 _undo: Final[list[Callable[[], None]]] = []
 _lock: Final = threading.Lock()
+
+
+def was_compiled() -> bool:
+    """Whether a clip ran that could not be seen since the first `subscribe`."""
+    return _unseen.happened
 
 
 def subscribe(listener: ClipListener) -> str | None:
@@ -53,6 +74,7 @@ def subscribe(listener: ClipListener) -> str | None:
     with _lock:
         problem = None
         if not _undo:
+            _unseen.happened = False
             problem = _patch()
         _listeners.append(listener)
         return problem
@@ -145,6 +167,9 @@ def _patch_fsdp1() -> None:
 def _observing(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _unseen.happened = True
+            return original(tensors, *args, **kwargs)
         # The argument may be a generator, which can be walked once.
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         # Before the original, because that can raise (mixed meshes).
@@ -159,6 +184,9 @@ def _observing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _observing_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _unseen.happened = True
+            return original(parameters, *args, **kwargs)
         owners = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         gradients = [owner.grad for owner in owners if owner.grad is not None]
         _tell_before(gradients)
@@ -173,6 +201,9 @@ def _observing_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
 def _observing_change(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def changing(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _unseen.happened = True
+            return original(parameters, *args, **kwargs)
         owners = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         _tell_before([owner.grad for owner in owners if owner.grad is not None])
         result = original(owners, *args, **kwargs)
