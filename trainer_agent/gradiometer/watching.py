@@ -103,8 +103,6 @@ class Watches:
         self._emit(tiers.report_of(tier, shown_as))
         if tier.lack is not None:
             self._unavailable("grad/zero_fraction", tier.lack)
-        if is_clock and self.flight is not None:
-            self._record_flight(watch, model, found, scaler, clock.step)
         self._loss_observers += [one for one in watch.observers if isinstance(one, LossObserver)]
         if is_clock:
             self._leader = watch
