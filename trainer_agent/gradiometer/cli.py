@@ -1,4 +1,4 @@
-"""The command `gradiometer`: `sync` and `demo` here, everything else handed to the server's own command line."""
+"""The command `gradiometer`: `sync`, `demo` and `replay` here, everything else handed to the server's own command line."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ The instrument panel and flight recorder for PyTorch training runs.
 commands:
   serve   start the server and its dashboard
   demo    train a small model and watch it live
+  replay  run a step that the flight recorder saved again, and name the operation that went non-finite
   sync    deliver runs that are waiting in a spool on this machine
   db      the server's database: figures, check, backup, migrations
 
@@ -52,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _sync(rest)
     if command == "demo":
         return _demo(rest)
+    if command == "replay":
+        from gradiometer import replay
+
+        return replay.main(rest)
     if command in SERVER_COMMANDS:
         return _server(arguments)
     sys.stderr.write(f"gradiometer: there is no command {command!r}.\n\n{_HELP}")

@@ -17,6 +17,7 @@ from typing import Final
 from gradiometer import wire
 from gradiometer.commands import Inbox
 from gradiometer.drops import Drop, Drops
+from gradiometer.flight import FlightDesk
 from gradiometer.recorder import Ring
 from gradiometer.records import Records, RecordTooLarge
 from gradiometer.reports import EventReport, Report
@@ -51,15 +52,23 @@ class Feeder:
     Args:
         writer: used by the agent's thread alone, and closed by it.
         drops: shared with the training thread.
+        flight: told when the server asks for a dump; None: no flight recorder.
         appended: called on the agent's thread after records reached the spool, and every 5 idle seconds.
     """
 
     def __init__(
-        self, writer: SpoolWriter, drops: Drops, appended: Callable[[], None], *, capacity: int = CAPACITY
+        self,
+        writer: SpoolWriter,
+        drops: Drops,
+        appended: Callable[[], None],
+        *,
+        capacity: int = CAPACITY,
+        flight: FlightDesk | None = None,
     ) -> None:
         self._writer = writer
         self._drops = drops
         self._appended = appended
+        self._flight = flight
         self._capacity = capacity
         # SimpleQueue: put is one C call without a Python lock, and safe inside a signal handler.
         self._queue: queue.SimpleQueue[Report | _Flush] = queue.SimpleQueue()
@@ -176,7 +185,10 @@ class Feeder:
     def _ship(self, *, final: bool) -> None:
         """Do what the server asked for, and send what the ring has to say, apart from the reports of this batch."""
         for command in self._commands.look():
-            self._records.ring.ask(command)
+            if command.kind == "ring":
+                self._records.ring.ask(command)
+            elif self._flight is not None:
+                self._flight.asked = command
         try:
             self._records.add_ring(final=final)
             records = self._records.take()

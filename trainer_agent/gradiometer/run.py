@@ -20,6 +20,7 @@ from gradiometer import environment, exits, launch, reports, settings, spool, va
 from gradiometer.delivery import Delivery
 from gradiometer.drops import Drops
 from gradiometer.feeder import Feeder
+from gradiometer.flight import RecordsBatches, desk_of
 from gradiometer.guard import Guard
 from gradiometer.handle import Handle
 from gradiometer.last_words import LastWords
@@ -52,6 +53,7 @@ def init(
     spool: str | os.PathLike[str] | None = None,
     resume: str | None = None,
     start_step: int = 0,
+    flight_recorder: str | os.PathLike[str] | bool | None = None,
 ) -> Run:
     """Open a run; a run that is still open in this process is finished first.
 
@@ -67,6 +69,8 @@ def init(
         spool: folder for what was not delivered yet; else `GRADIOMETER_SPOOL`.
         resume: "allow" says that `run_id` is meant to exist already; it is an error to give it without an id.
         start_step: optimizer steps that the loaded checkpoint has completed; the next one is `start_step + 1`.
+        flight_recorder: folder to save a step to that goes wrong (docs/flight-recorder.md), True: `gradiometer-dumps`
+            here; else `GRADIOMETER_FLIGHT_RECORDER`, else off.
 
     Raises:
         ValueError: an argument or a variable is wrong; nothing was opened.
@@ -86,6 +90,7 @@ def init(
         spool_path=spool,
         resume=resume,
         start_step=start_step,
+        flight_recorder=flight_recorder,
     )
     if _current is not None:
         _current.finish()
@@ -98,7 +103,7 @@ def current() -> Run | None:
     return _current
 
 
-class Run(Handle):
+class Run(Handle, RecordsBatches):
     """One run as seen from one rank. Made by `init`.
 
     Without `watch` each `log` without a step is the next step, from `start_step`. With `watch` the optimizer is the
@@ -124,6 +129,7 @@ class Run(Handle):
             mistaken=lambda metric, reason: self._unavailable(metric, reason, warn=True),
             guard=self._guard,
         )
+        self._flight = self._watches.flight = desk_of(resolved, identity, self._put)
         self._feeder: Feeder | None = None
         self._delivery: Delivery | None = None
         self._exits: exits.ProcessExits | None = None
@@ -150,7 +156,7 @@ class Run(Handle):
     def _start(self, writer: spool.SpoolWriter) -> None:
         assert self._identity is not None
         self._delivery = Delivery(writer, self._settings, rank=self._identity.rank, guard=self._guard)
-        self._feeder = Feeder(writer, self._drops, self._delivery.appended)
+        self._feeder = Feeder(writer, self._drops, self._delivery.appended, flight=self._flight)
         self._delivery.start()
         self._exits = exits.ProcessExits(self, writer.directory / "fault.log")
         self._exits.install()
@@ -318,7 +324,7 @@ class Run(Handle):
             try:
                 number = values.as_number(name, value)
                 if number is not None:
-                    found.append((wire.Column(values.checked_name(name)), number))
+                    found.append((values.column(name), number))
             except values.BadValue as mistake:
                 self._drops.add(mistake.reason, at, detail=mistake.detail)
         self._watches.logged(found)

@@ -16,6 +16,7 @@ from gradiometer import address, spool, values, wire
 
 DEFAULT_URL: Final = "http://127.0.0.1:7717"
 DEFAULT_PROJECT: Final = "default"
+DUMPS_FOLDER: Final = "gradiometer-dumps"
 MODES: Final = ("online", "offline", "disabled")
 
 Mode = Literal["online", "offline", "disabled"]
@@ -30,6 +31,7 @@ class Settings:
         attempt: launch time in Unix milliseconds given from outside; None: find it out.
         start_step: optimizer steps completed before this attempt.
         token: the server's token, kept out of `repr`.
+        flight_recorder: folder for dumps; None: off. `max_dumps`: most of them in one process.
     """
 
     project: str
@@ -45,6 +47,8 @@ class Settings:
     token: str | None
     spool: Path
     start_step: int
+    flight_recorder: Path | None = None
+    max_dumps: int = 2
 
     def __repr__(self) -> str:
         return f"Settings(project={self.project!r}, run_id={self.run_id!r}, mode={self.mode!r}, url={self.url!r})"
@@ -65,6 +69,7 @@ def resolve(
     spool_path: str | os.PathLike[str] | None,
     resume: str | None,
     start_step: int,
+    flight_recorder: str | os.PathLike[str] | bool | None = None,
 ) -> Settings:
     """Check the arguments of `init` and fill in the rest.
 
@@ -88,6 +93,8 @@ def resolve(
         token=token or _env("TOKEN"),
         spool=Path(spool_path).expanduser() if spool_path is not None else spool.default_root(),
         start_step=_start_step(start_step),
+        flight_recorder=_flight_recorder(flight_recorder),
+        max_dumps=_max_dumps(_env("FLIGHT_DUMPS")),
     )
 
 
@@ -186,6 +193,30 @@ def _start_step(step: object) -> int:
             f"start_step {step!r} is not a step: pass the number of optimizer steps that the checkpoint has completed."
         )
     return step
+
+
+def _flight_recorder(given: object) -> Path | None:
+    if given is None:
+        given = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}.get(
+            (_env("FLIGHT_RECORDER") or "off").lower(), _env("FLIGHT_RECORDER")
+        )
+    if isinstance(given, bool):
+        return Path.cwd() / DUMPS_FOLDER if given else None
+    if isinstance(given, (str, os.PathLike)) and os.fspath(given):
+        return Path(os.fspath(given)).expanduser().absolute()
+    raise ValueError(
+        f"flight_recorder {given!r} is not a folder: pass a path, True or False, or set GRADIOMETER_FLIGHT_RECORDER."
+    )
+
+
+def _max_dumps(text: str | None) -> int:
+    if text is None:
+        return 2
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= 100:
+        return int(text)
+    raise ValueError(
+        f"GRADIOMETER_FLIGHT_DUMPS is {text!r}: set it to the most dumps of one process, from 1 to 100."
+    )
 
 
 def _attempt(text: str | None) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import values, wire
+from gradiometer.flight import FlightDesk
 from gradiometer.guard import Guard
 from gradiometer.reports import Report
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from gradiometer.capture.clock import StepClock
     from gradiometer.capture.microbatches import MicroBatches
     from gradiometer.capture.observer import LossObserver
+    from gradiometer.capture.optimizers import Optimizers
     from gradiometer.watch import Watch
 
 _log: Final = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Watches:
         self._loss_observers: list[LossObserver] = []
         self._micro_batches: MicroBatches | None = None
         self._no_step: NoStep | None = None
+        self.flight: FlightDesk | None = None
 
     def add(
         self,
@@ -103,6 +106,8 @@ class Watches:
         self._emit(tiers.report_of(tier, shown_as))
         if tier.lack is not None:
             self._unavailable("grad/zero_fraction", tier.lack)
+        if is_clock and self.flight is not None:
+            self._record_flight(watch, model, found, scaler, clock.step)
         self._loss_observers += [one for one in watch.observers if isinstance(one, LossObserver)]
         if is_clock:
             self._leader = watch
@@ -111,6 +116,17 @@ class Watches:
         self._watches.append(watch)
         self._num_added += 1
         self._clock = clock
+
+    def _record_flight(
+        self, watch: Watch, model: Any, found: Optimizers, scaler: Any, start_step: int
+    ) -> None:
+        from gradiometer.capture.flight_recorder import FlightRecorder
+
+        assert self.flight is not None
+        recorder = FlightRecorder(
+            model, found.all, scaler, self.flight, start_step=start_step, unavailable=self._unavailable
+        )
+        watch.observers.append(recorder)
 
     def remove(self, optimizer: Any) -> None:
         """See `Run.unwatch`."""

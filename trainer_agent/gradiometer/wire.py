@@ -325,7 +325,7 @@ class Command(msgspec.Struct, frozen=True, tag="command", kw_only=True):
 
     Attributes:
         id: names this command within the run.
-        kind: "ring": send the last steps in full detail (`Detail`).
+        kind: "ring": send the last steps in full detail (`Detail`); "dump": let the flight recorder save, if it is on.
         rank: for this rank alone; None: for every rank.
         reason: for a person, e.g. the alert that it is sent for.
         step: the step that it is about.

@@ -24,7 +24,7 @@ STALE_ALERT_S: Final = 300.0
 """An alert about something longer ago (a backlog that was synced late) asks for nothing: the ring has moved on."""
 MAX_RANKS: Final = 8
 """Ranks of one alert that are asked."""
-_MAX_COMMANDS: Final = 16
+_MAX_COMMANDS: Final = 32
 _MAX_RUNS: Final = 1000
 _MAX_ALERTS: Final = 10_000
 _GRAVE: Final = (Severity.ERROR, Severity.CRITICAL)
@@ -39,7 +39,6 @@ class CommandDesk:
         self._asked: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._commands: OrderedDict[str, deque[tuple[float, wire.Command]]] = OrderedDict()
         self._wakers: dict[str, set[Callable[[], None]]] = {}
-        self.num_commands = 0
 
     def observe(self, updates: Sequence[LiveUpdate]) -> None:
         """Take what the fold publishes; a grave alert that was not seen before makes commands. Any thread."""
@@ -70,14 +69,8 @@ class CommandDesk:
             self._commands.move_to_end(run_id)
             if len(self._commands) > _MAX_RUNS:
                 self._commands.popitem(last=False)
-            for rank in ranks:
-                name = f"ring-{episode.alert_id}-{'all' if rank is None else rank}"
-                command = wire.Command(
-                    id=name, kind="ring", rank=rank, reason=reason, step=episode.first.step
-                )
-                known.append((now_s, command))
+            known.extend((now_s, command) for command in _commands_of(episode, ranks, reason))
             wakers = list(self._wakers.get(run_id, ()))
-        self.num_commands += len(ranks)
         for wake in wakers:
             wake()
 
@@ -103,6 +96,23 @@ class CommandDesk:
             wakers.discard(wake)
             if not wakers:
                 self._wakers.pop(run_id, None)
+
+
+def _commands_of(episode: Episode, ranks: Sequence[int | None], reason: str) -> list[wire.Command]:
+    """The rings of these ranks and, if it is critical, a dump, which all ranks make together or none does."""
+    wanted: list[tuple[str, int | None]] = [("ring", rank) for rank in ranks]
+    if episode.severity is Severity.CRITICAL:
+        wanted.append(("dump", None))
+    return [
+        wire.Command(
+            id=f"{kind}-{episode.alert_id}-{'all' if rank is None else rank}",
+            kind=kind,
+            rank=rank,
+            reason=reason,
+            step=episode.first.step,
+        )
+        for kind, rank in wanted
+    ]
 
 
 class Courier:
