@@ -1,12 +1,35 @@
-"""What a copy or a pickle of a run is: runs hang on models and trainers, and those are copied and saved."""
+"""A run as an object: closed by `with`, and what its copy or pickle is, since models and trainers that hold it are copied."""
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any, Self
+
+from gradiometer import exits
 
 
 class Handle:
     """Something of which there is one, like an open file."""
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    def note_exception(self, error: BaseException) -> None:
+        """Record an exception that ends it."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, SystemExit):
+            self.finish(0 if error is None else exits.exit_code_of(error.code))
+        else:
+            self.note_exception(error)
+            self.finish(1)
 
     def __copy__(self) -> Self:
         return self

@@ -13,8 +13,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import environment, exits, launch, reports, settings, spool, values, wire
 from gradiometer.delivery import Delivery
@@ -69,8 +68,7 @@ def init(
         spool: folder for what was not delivered yet; else `GRADIOMETER_SPOOL`.
         resume: "allow" says that `run_id` is meant to exist already; it is an error to give it without an id.
         start_step: optimizer steps that the loaded checkpoint has completed; the next one is `start_step + 1`.
-        flight_recorder: folder to save a step to that goes wrong (docs/flight-recorder.md), True: `gradiometer-dumps`
-            here; else `GRADIOMETER_FLIGHT_RECORDER`, else off.
+        flight_recorder: folder for steps that go wrong, True: `./gradiometer-dumps`; else `GRADIOMETER_FLIGHT_RECORDER`.
 
     Raises:
         ValueError: an argument or a variable is wrong; nothing was opened.
@@ -222,7 +220,7 @@ class Run(Handle, RecordsBatches):
     def watch(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any = None,
         scaler: Any = None,
         *,
         name: str | None = None,
@@ -238,7 +236,8 @@ class Run(Handle, RecordsBatches):
 
         Args:
             model: the module whose parameters the optimizer updates.
-            optimizer: a torch optimizer, or Accelerate's or Lightning's wrapper of one.
+            optimizer: a torch optimizer, or Accelerate's or Lightning's wrapper of one; a list or dict of them: together
+                they make a step; None: those that `_apply_optimizer_in_backward` hung on the parameters.
             scaler: the GradScaler, if there is one; without it, steps that it skips cannot be seen.
             name: told apart from other watches by this; its layers get it as a prefix. The first needs none.
             forward: also find the first module whose output held NaN or Inf. None: where it is known to be cheap.
@@ -278,18 +277,6 @@ class Run(Handle, RecordsBatches):
         valid = isinstance(deadline_s, (int, float)) and deadline_s == deadline_s
         due_s = time.monotonic() + max(0.0, deadline_s if valid else DEADLINE_S)
         self._guard.tolerate("finish", self._close, code, None, reason, due_s, False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if error is None or isinstance(error, SystemExit):
-            self.finish(0 if error is None else exits.exit_code_of(error.code))
-        else:
-            self.note_exception(error)
-            self.finish(1)
 
     def note_exception(self, error: BaseException) -> None:
         """Record an exception that ends the run; the first one counts."""
