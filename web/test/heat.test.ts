@@ -37,6 +37,30 @@ describe('HeatGrid', () => {
     assert.equal(grid.cell(0, 27)!.value, 20);
     assert.equal(grid.cell(0, 99), null);
   });
+
+  it('draws them so too when a broken step was read between', () => {
+    const grid = new HeatGrid(['a'], 64);
+    for (const step of [1, 6, 11, 13, 16, 21]) grid.absorb(column(step, [step]));
+    assert.equal(grid.pitch, 5);
+    const { x0, dx, z, bad } = grid.raster('linear');
+    assert.deepEqual([x0, dx], [1, 1]);
+    assert.deepEqual(z[0]!.map((v) => v ?? 0), [1, 1, 1, 1, 1, 6, 6, 6, 6, 6, 11, 11, 13, 13, 13, 16, 16, 16, 16, 16, 21, 21, 21, 21, 21]);
+    assert.equal(bad[0]!.length, z[0]!.length);
+    assert.deepEqual([10, 12, 15].map((step) => grid.cell(0, step)!.value), [6, 11, 13]);
+  });
+
+  it('leaves a hole where nothing came for longer than usual', () => {
+    const grid = new HeatGrid(['a'], 64);
+    for (const step of [0, 1, 2, 3, 8]) grid.absorb(column(step, [step]));
+    assert.deepEqual(grid.raster('linear').z, [[0, 1, 2, 3, null, null, null, null, 8]]);
+  });
+
+  it('keeps a bounded raster of columns that are far apart', () => {
+    const grid = new HeatGrid(['a'], 64);
+    for (let step = 1; step < 20_000; step += 50) grid.absorb(column(step, [step]));
+    assert.ok(grid.raster('linear').z[0]!.length <= 64 + grid.pitch / grid.width);
+    assert.ok(grid.raster('linear').z[0]!.every((v) => v !== null));
+  });
 });
 
 describe('heat colours', () => {

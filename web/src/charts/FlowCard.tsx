@@ -24,7 +24,7 @@ export function FlowCard({ model, view }: Props) {
       <figcaption>
         <span class="name">Gradient flow · {STATISTIC_LABELS[view.statistic.value]} by depth</span>
         {bad > 0 && <span class="badge bad">✕ {bad} non-finite</span>}
-        <output aria-live="off">step {formatStep(pane.step.value ?? step)}</output>
+        <output aria-live="off">step {formatStep(pane.step.value ?? step)}{pane.measuredAt.value !== null && ` · read at ${formatStep(pane.measuredAt.value)}`}</output>
       </figcaption>
       <div class="plot-box"><div class="plot" ref={plot} /></div>
       <div class="depth" aria-hidden="true"><span>input</span><span>depth →</span><span>output</span></div>
@@ -33,7 +33,8 @@ export function FlowCard({ model, view }: Props) {
           onInput={(event) => { const value = Number(event.currentTarget.value); view.step.value = value >= newest ? null : value; }} />
         <button type="button" class="toggle" aria-pressed={view.step.value === null} title="Follow the newest step" onClick={() => { view.step.value = view.step.value === null ? step : null; }}>latest</button>
       </div>
-      {state.value === 'ok' && pane.noneFinite.value && <p class="state">No layer has a finite value at this step</p>}
+      {state.value === 'ok' && pane.isUnread.value && <p class="state">This statistic is not read in this run</p>}
+      {state.value === 'ok' && !pane.isUnread.value && pane.noneFinite.value && <p class="state">No layer has a finite value at this step</p>}
       {state.value !== 'ok' && <p class={`state ${state.value === 'loading' || state.value === 'empty' ? '' : 'bad'}`}>{state.value === 'loading' ? 'Loading…' : state.value === 'empty' ? 'No layer statistics yet' : state.value}</p>}
     </figure>
   );

@@ -20,8 +20,12 @@ const LIVE_PAUSE_MS = 500;
 
 export class FlowPane {
   readonly step = signal<number | null>(null);
+  /** Where the statistic is of an earlier step, because it is not read in every one. */
+  readonly measuredAt = signal<number | null>(null);
   readonly numBad = signal(0);
   readonly noneFinite = signal(false);
+  /** The run does not read this statistic at all. */
+  readonly isUnread = signal(false);
   private readonly model: RunModel;
   private readonly view: LayerView;
   private readonly state: Signal<string>;
@@ -82,6 +86,9 @@ export class FlowPane {
 
   private count(): void {
     const values = this.values();
+    const measured = this.answer?.measured_at[this.view.statistic.peek()] ?? null;
+    this.isUnread.value = this.answer !== null && this.answer.layers.length > 0 && measured === null;
+    this.measuredAt.value = measured === this.answer?.step ? null : measured;
     this.numBad.value = this.bad().length;
     this.noneFinite.value = values.length > 0 && !values.some((v) => v !== null && Number.isFinite(v));
   }

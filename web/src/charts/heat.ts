@@ -54,33 +54,44 @@ export class HeatGrid {
       this.columns = this.columns.filter((column) => column.key < from);
     }
     incoming.steps.forEach((step, c) => this.fold(step, incoming.values.map((row) => row[c] ?? NaN), bad[c]!));
-    while (this.columns.length > this.capacity) this.halve();
+    // By their span too: columns of a statistic that is read now and then are few, but far apart.
+    while (this.columns.length > this.capacity || this.span > this.capacity) this.halve();
     if (incoming.lastStep !== null) this.lastStep = incoming.lastStep;
   }
 
-  /** Steps between columns that hold something: statistics may be read every k steps only. */
-  get pitch(): number {
-    let least = Infinity;
-    for (let i = 1; i < this.columns.length; i++) least = Math.min(least, this.columns[i]!.key - this.columns[i - 1]!.key);
-    return Number.isFinite(least) ? least * this.width : this.width;
+  private get span(): number {
+    return this.columns.length ? this.columns.at(-1)!.key - this.columns[0]!.key + 1 : 0;
   }
 
-  /** Rows of a full raster at `pitch`: holes stay null. `bad` counts non-finite elements. */
+  private get gaps(): number[] {
+    return this.columns.slice(1).map((column, i) => column.key - this.columns[i]!.key);
+  }
+
+  /** Steps that a column stands for, usually: statistics may be read every k steps only, and at once in a broken step. */
+  get pitch(): number {
+    const gaps = this.gaps.sort((a, b) => a - b);
+    return (gaps[gaps.length >> 1] ?? 1) * this.width;
+  }
+
+  /** Rows of a full raster: a column lasts until the next one, at most for `pitch`; other holes stay null. `bad` counts non-finite elements. */
   raster(scale: Scale): { x0: number; dx: number; z: (number | null)[][]; bad: number[][] } {
-    const dx = this.pitch;
-    const start = this.firstStep ?? 0;
-    const count = this.columns.length ? Math.floor(((this.tailStep ?? 0) - start) / dx) + 1 : 0;
+    const unit = this.gaps.reduce(greatestCommonDivisor, 0) || 1;
+    const lasting = Math.max(1, Math.round(this.pitch / this.width / unit));
+    const begin = this.columns[0]?.key ?? 0;
+    const places = this.columns.map((column) => (column.key - begin) / unit);
+    const count = places.length ? places.at(-1)! + lasting : 0;
     const z = this.layers.map(() => new Array<number | null>(count).fill(null));
     const bad = this.layers.map(() => new Array<number>(count).fill(0));
-    for (const column of this.columns) {
-      const at = Math.floor((column.key * this.width - start) / dx);
+    this.columns.forEach((column, i) => {
+      const at = places[i]!;
+      const end = Math.min(places[i + 1] ?? count, at + lasting);
       for (let row = 0; row < z.length; row++) {
         const v = toScale(column.values[row]!, scale);
-        if (Number.isFinite(v)) z[row]![at] = v;
+        if (Number.isFinite(v)) z[row]!.fill(v, at, end);
         bad[row]![at] = column.bad[row]!;
       }
-    }
-    return { x0: start, dx, z, bad };
+    });
+    return { x0: this.firstStep ?? 0, dx: unit * this.width, z, bad };
   }
 
   cell(row: number, step: number): { value: number; bad: number; step: number } | null {
@@ -109,6 +120,8 @@ export class HeatGrid {
     }
   }
 }
+
+const greatestCommonDivisor = (a: number, b: number): number => (b === 0 ? a : greatestCommonDivisor(b, a % b));
 
 function mergeColumn(into: Column, values: ArrayLike<number>, bad: ArrayLike<number>): void {
   for (let row = 0; row < into.values.length; row++) {
