@@ -89,7 +89,7 @@ def test_the_examples_run_and_can_be_read_back(
     told = run_program([str(ROOT / "examples" / "query.py"), running.url], running, monkeypatch)
     assert "examples/accumulation: finished, step 200" in told
     assert "mean" in told
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*steps, "query"}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*steps, "query", "fsdp2_torchrun"}
 
 
 @pytest.mark.parametrize(
