@@ -20,6 +20,8 @@ from gradiometer.capture.checks.sentinel import Before, Sentinel
 from gradiometer.capture.observer import StepScalars, Watched
 
 CHECK: Final = "missing_zero_grad"
+_CHANGES: Final = 2
+"""In-place changes that one backward pass of FSDP2 makes of a sharded gradient: it adds, and assigns the result."""
 _TELL_AFTER: Final = 50
 """Steps without a single look after which it is said that the check is not made."""
 
@@ -75,9 +77,10 @@ class MissingZeroGrad:
         if self._sentinel.is_hooked or self._first is None:
             return
         # Another tensor, or one changed more often than the logged losses explain, may have been cleared in between.
-        gradient = self._sentinel.gradient
-        same = gradient is not None and self._first() is gradient
-        if not same or (gradient is not None and gradient._version - self._version > self._num_looks):
+        now = self._sentinel.gradient
+        if now is None or now is not self._first():
+            self._is_clean = True
+        elif now._version - self._version > _CHANGES * self._num_looks:
             self._is_clean = True
 
     def end_step(self, step: int) -> StepScalars:
