@@ -60,6 +60,7 @@ class Accumulation:
         self._passes: list[_Pass] = []
         self._hooked: dict[tuple[str, int], weakref.ref[torch.Tensor]] = {}
         self._num_steps = self._num_judged = 0
+        self._accumulates = False
         # The sentinel's gradient after the last pass, and as it is read: a loop may divide the sum itself.
         self._after: Before = None
         self._read: Before = None
@@ -122,7 +123,10 @@ class Accumulation:
         self._num_steps += 1
         if passes and is_whole:
             self._num_judged += 1
-            self._report(step, passes, ends)
+            self._accumulates = self._accumulates or len({one.name for one in passes}) < len(passes)
+            # A loop that has never accumulated has nothing to be judged by.
+            if self._accumulates:
+                self._report(step, passes, ends)
         elif self._num_steps == _TELL_AFTER and self._num_judged == 0:
             self._tell_why_not()
         return ()

@@ -52,11 +52,10 @@ class ClipBeforeUnscale:
         scaler = self._watched.scaler
         if not scaling.has_scaled(scaler):
             return False
-        ids = {id(gradient) for gradient in gradients}
-        return any(
-            scaling.stage_of(scaler, optimizer) == "READY" and _owns_any(optimizer, ids)
-            for optimizer in optimizers_in(self._watched.optimizer)
-        )
+        optimizers = optimizers_in(self._watched.optimizer)
+        scaled = [one for one in optimizers if scaling.stage_of(scaler, one) == "READY"]
+        ids = {id(gradient) for gradient in gradients} if scaled else set()
+        return any(_owns_any(optimizer, ids) for optimizer in scaled)
 
     def _note(self, limit: Any) -> None:
         self._concerns_us = False

@@ -78,9 +78,8 @@ class MissingZeroGrad:
             return
         # Another tensor, or one changed more often than the logged losses explain, may have been cleared in between.
         now = self._sentinel.gradient
-        if now is None or now is not self._first():
-            self._is_clean = True
-        elif now._version - self._version > _CHANGES * self._num_looks:
+        num_changes = 0 if now is None else now._version - self._version
+        if self._first() is not now or num_changes > _CHANGES * self._num_looks:
             self._is_clean = True
 
     def end_step(self, step: int) -> StepScalars:
