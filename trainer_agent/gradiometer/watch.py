@@ -332,9 +332,6 @@ class Watch:
         in_backward = backward.task() is not None
         reading = self._readings[index]
         reading.end(skip)
-        if in_backward:
-            # The gradient is about to be freed; that is what stepping in the backward pass is for.
-            reading.witness = None
         if self._together.stepped(index, in_backward=in_backward, live=self._live):
             self._end_step()
 

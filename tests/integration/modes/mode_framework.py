@@ -43,6 +43,7 @@ class Mode:
         element_tolerance: largest error of mean, min and max, as a share of the gradient's rms (mean) or largest
             magnitude (min, max).
         unavailable: metrics that must be told as unavailable.
+        findings: names of the exact checks that this loop fails; all other checks must be silent.
         replicas_identical: whether ranks with the same shard key must report the same bits.
     """
 
@@ -59,6 +60,7 @@ class Mode:
     tolerance: float = 1e-5
     element_tolerance: float = 1e-5
     unavailable: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
     replicas_identical: bool = True
 
     @property

@@ -116,6 +116,7 @@ def scaled_mode(kind, clip):
         reads=f"{reads}, unscaled; a skipped step too",
         reference=gradients_with_an_infinity,
         unavailable=("grad/clip_norm",) if clip == "clipped before unscale" else (),
+        findings=("clip_before_unscale",) if clip == "clipped before unscale" else (),
         remarks="the norm that the clip returned is `grad/clip_norm_scaled`" if "before" in clip else "",
     )
 

@@ -6,6 +6,7 @@ and half-precision gradients. What cannot be read is left out (count 0) and repo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -84,29 +85,36 @@ class _Unscaled:
 
 
 class Witness:
-    """One of the gradients that were read, kept to tell whether all are still as they were.
+    """One of the gradients that were read, to tell whether all are still as they were. Does not keep it alive.
 
     Args:
-        owner: its parameter.
+        owner: its parameter, which has a gradient.
     """
 
-    __slots__ = ("_version", "gradient", "owner")
+    __slots__ = ("_gradient", "_version", "owner")
 
     def __init__(self, owner: torch.Tensor) -> None:
         self.owner = owner
-        self.gradient: Any = owner.grad
+        self._gradient = weakref.ref(owner.grad)
         self.accept()
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient; None if it was freed."""
+        return self._gradient()
 
     def accept(self) -> None:
         """The gradient was changed in place by something that makes no new gradient of it (clipping)."""
-        self._version = layout.local_of(self.gradient)._version
+        gradient = self.gradient
+        self._version = -1 if gradient is None else layout.local_of(gradient)._version
 
     # Hot path: training thread, at every clip and step. Reads one counter, no value.
     def is_outdated(self) -> bool:
         """Whether another tensor took the gradient's place, or it was changed in place since."""
-        if self.owner.grad is not self.gradient:
+        gradient = self.gradient
+        if gradient is None or self.owner.grad is not gradient:
             return True
-        return layout.local_of(self.gradient)._version != self._version
+        return layout.local_of(gradient)._version != self._version
 
 
 class GradientReader:

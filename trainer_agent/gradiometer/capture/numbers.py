@@ -12,8 +12,9 @@ from gradiometer.capture.observer import StepScalars
 from gradiometer.capture.reading import StepReading
 from gradiometer.guard import Guard
 
-MAX_RATES: Final = 32
-"""Learning rates recorded for one watch: with an optimizer for each parameter there may be thousands."""
+MAX_RATES: Final = 16
+"""Learning rates recorded for one watch without asking whether they differ: with an optimizer for each parameter there
+may be thousands of equal ones."""
 
 
 class Rates:
@@ -31,6 +32,7 @@ class Rates:
     def __init__(self, name: str, names: Sequence[str], unavailable: Callable[[str, str], None]) -> None:
         self._base = f"train/lr/{name}" if name else "train/lr"
         self._names, self._unavailable = names, unavailable
+        self._shown: set[str] | None = None
 
     def of(self, readings: Sequence[StepReading]) -> StepScalars:
         """The rates that were used in a step."""
@@ -44,11 +46,19 @@ class Rates:
                 index = counts[base] = counts.get(base, -1) + 1
                 if rate is not None:
                     found.append((wire.Column(base if index == 0 else f"{base}/group{index}"), rate))
-        if len(found) > MAX_RATES:
-            self._unavailable(
-                self._base, f"{len(found)} learning rates: only the first {MAX_RATES} are recorded"
-            )
-        return found[:MAX_RATES]
+        return found if sum(counts.values()) + len(counts) <= MAX_RATES else self._some(found)
+
+    def _some(self, found: StepScalars) -> StepScalars:
+        """Of very many rates those that differed from each other in the first step that had so many."""
+        if self._shown is None:
+            distinct: dict[float, str] = {}
+            for column, rate in found:
+                # A tensor is not asked for its value.
+                distinct.setdefault(float(id(rate)) if isinstance(rate, torch.Tensor) else rate, column.name)
+            self._shown = set(list(distinct.values())[:MAX_RATES])
+            reason = f"{len(found)} learning rates: recorded are {len(self._shown)} that differed in the first step"
+            self._unavailable(f"{self._base}/group*", reason)
+        return [(column, rate) for column, rate in found if column.name in self._shown]
 
 
 class Times:

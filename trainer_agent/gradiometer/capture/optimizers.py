@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -59,11 +59,16 @@ def find(given: Any, model: torch.nn.Module) -> Optimizers | None:
     return Optimizers(tuple(named.values())) if named else None
 
 
+def each(given: Any) -> Iterator[Any]:
+    """What is in a list or mapping of optimizers, or in several levels of them."""
+    yield from (candidate for _, candidate in _flat(given, "", _MAX_DEPTH))
+
+
 def _flat(given: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
     if depth and isinstance(given, Mapping):
         for key, value in given.items():
             yield from _flat(value, f"{name}.{key}" if name else str(key), depth - 1)
-    elif depth and isinstance(given, (list, tuple)):
+    elif depth and isinstance(given, Iterable) and not isinstance(given, str) and not hasattr(given, "step"):
         for value in given:
             yield from _flat(value, name, depth - 1)
     else:

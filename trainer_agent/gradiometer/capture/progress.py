@@ -7,6 +7,7 @@ one small gradient, which is another tensor, or the same one changed in place.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Final
 
@@ -41,8 +42,10 @@ class NextStep:
         """A step is complete; `parameter` had a gradient in it. None: keep looking at the one from before."""
         if parameter is not None:
             self._parameter = parameter
-        self._gradient = None if self._parameter is None else self._parameter.grad
-        self._version = 0 if self._gradient is None else layout.local_of(self._gradient)._version
+        gradient = None if self._parameter is None else self._parameter.grad
+        # Weakly: where the smallest gradient is a large one, as in FSDP1's flat parameters, keeping it costs memory.
+        self._gradient = None if gradient is None else weakref.ref(gradient)
+        self._version = 0 if gradient is None else layout.local_of(gradient)._version
 
     # Hot path: training thread, once per `log` without a step. Must read no value.
     def has_begun(self) -> bool:
@@ -52,6 +55,6 @@ class NextStep:
         now = None if self._parameter is None else self._parameter.grad
         if now is None:
             return False
-        if now is not self._gradient:
+        if self._gradient is None or now is not self._gradient():
             return True
         return layout.local_of(now)._version - self._version > _ZEROED_ONLY
