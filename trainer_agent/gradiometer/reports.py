@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from gradiometer import wire
 from gradiometer.records import Records
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from gradiometer.capture.forward import ForwardReport
     from gradiometer.capture.gradients import Partials
     from gradiometer.capture.readback import Readback
+
+_FLOATS: Final = frozenset({float})
 
 
 class Report(Protocol):
@@ -158,8 +160,8 @@ def as_finite_or_none(value: float) -> float | None:
 
 def collected(found: list[tuple[wire.Column, Any]]) -> Scalars:
     """Numbers and one-element tensors of one call, without waiting for a device."""
-    if any(not isinstance(number, float) for _, number in found):
-        from gradiometer.capture import scalars
+    if _FLOATS.issuperset(type(number) for _, number in found):
+        return Scalars(columns=tuple([c for c, _ in found]), numbers=tuple([n for _, n in found]))
+    from gradiometer.capture import scalars
 
-        return scalars.collect(found)
-    return Scalars(columns=tuple(column for column, _ in found), numbers=tuple(number for _, number in found))
+    return scalars.collect(found)

@@ -5,6 +5,7 @@ Works without torch: a value can only be a tensor if the user has imported torch
 
 from __future__ import annotations
 
+import functools
 import numbers
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from gradiometer import wire
 if TYPE_CHECKING:
     import torch
 
+MAX_COLUMNS_KEPT: Final = 4096
 _MAX_DEPTH: Final = 16
 _CONVERSION_ERRORS: Final = (
     ArithmeticError,
@@ -51,8 +53,13 @@ def flatten(
     """
     outer = (*outer, id(metrics))
     for key, value in metrics.items():
-        name = f"{prefix}{_key_text(key)}"
-        if isinstance(value, Mapping) and len(outer) <= _MAX_DEPTH and id(value) not in outer:
+        name = key if type(key) is str else _key_text(key)
+        if prefix:
+            name = f"{prefix}{name}"
+        # Type first: asking whether it is a mapping takes longer than all the rest, and floats are logged most.
+        if type(value) is float:
+            yield name, value
+        elif isinstance(value, Mapping) and len(outer) <= _MAX_DEPTH and id(value) not in outer:
             yield from flatten(value, f"{name}/", outer)
         else:
             yield name, value
@@ -78,6 +85,12 @@ def checked_name(name: str) -> str:
     if problem is not None:
         raise BadValue("a metric name is not valid", f"{name[:80]!r}: {problem}")
     return name
+
+
+@functools.lru_cache(maxsize=MAX_COLUMNS_KEPT)
+def column(name: str) -> wire.Column:
+    """The column of a metric; raises `BadValue` if its name is not valid. Names come again in every step."""
+    return wire.Column(checked_name(name))
 
 
 def as_number(name: str, value: object) -> float | torch.Tensor | None:
