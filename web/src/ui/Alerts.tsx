@@ -74,7 +74,11 @@ function AlertRow({ alert, open, now, onPick }: { alert: Alert; open: boolean; n
 
 function AlertFacts({ alert }: { alert: Alert }) {
   const number = (value: Alert['value']): string | null => { const v = toValue(value); return v === null ? null : formatNumber(v); };
-  const facts: [string, string | null][] = [
+  // What the agent has proved brings figures of its own, after its title, text and advice; its value is a count.
+  const proved = alert.facts.slice(3).map((fact): [string, string] => { const [name = '', ...rest] = fact.split(' = '); return [name.replaceAll('_', ' '), rest.join(' = ')]; });
+  const facts: [string, string | null][] = alert.rule === 'check' ? [
+    ['metric', alert.metric], ['rank', alert.rank === null ? null : String(alert.rank)], ['times true', number(alert.worst_value)], ...proved,
+  ] : [
     ['metric', alert.metric], ['first layer', alert.layer], ['layers', alert.num_layers > 1 ? formatStep(alert.num_layers) : null],
     ['rank', alert.rank === null ? null : String(alert.rank)], ['value', number(alert.value)], ['worst', number(alert.worst_value)], ['usual', number(alert.baseline)],
     ['bound', number(alert.threshold)], ['breaches', alert.count > 1 ? formatStep(alert.count) : null],
