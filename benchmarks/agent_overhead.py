@@ -1,0 +1,288 @@
+"""What watching every gradient in every step costs: the agent at each tier beside other tools, in one process.
+
+    python benchmarks/agent_overhead.py [--models gpt2-64 gpt2-512 resnet50 small] [--rounds 7] [--steps 2]
+
+In every round each tool is attached, takes one step to settle, is timed for `--steps` steps and is taken off; the
+order is shuffled anew. The machine may be busy, so only CPU time counts (one torch thread), and only as ratios:
+ - *inside*: CPU time of the tool's code on the training thread, as a share of the bare step's CPU time;
+ - *floor*: the same as a multiple of reading every gradient once from memory (a sum in C, timed in the same rounds);
+ - *step*: CPU time of the whole process per step over that of the bare step, which includes the tool's other threads;
+ - *others*: CPU time of the tool's child processes per step, as a share of the bare step.
+Peers are in `peers.txt`; one that is not installed is reported as absent. Writes
+`benchmarks/results/agent_overhead_<date>.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from overhead_models import WORKLOADS, Workload
+from overhead_tools import Calls, LightningNorm, Nothing, Ours, TensorBoard, Tool, Wandb
+
+from gradiometer.capture import native
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("torch", "wandb", "tensorboard", "lightning")
+FLOOR = "floor: every gradient read once"
+BARE = "bare step"
+
+READ_ONCE = """
+#include <stdint.h>
+void read_once(int64_t num, const float *const *data, const int64_t *lengths, float *out)
+{
+    enum { LANES = 64 };
+    float sum[LANES] = {0};
+    for (int64_t g = 0; g < num; g++) {
+        int64_t i = 0;
+        for (; i + LANES <= lengths[g]; i += LANES)
+            for (int k = 0; k < LANES; k++)
+                sum[k] += data[g][i + k];
+        for (; i < lengths[g]; i++)
+            sum[0] += data[g][i];
+    }
+    for (int k = 0; k < LANES; k++)
+        out[k] = sum[k];
+}
+"""
+
+
+def reader_of_everything() -> Callable[[list[torch.Tensor]], object]:
+    """Reads gradients once, with as little besides as possible."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise SystemExit("this benchmark needs a C compiler for its floor")
+    folder = tempfile.mkdtemp(prefix="gradiometer-floor-")
+    source, library = Path(folder) / "floor.c", Path(folder) / "floor.so"
+    source.write_text(READ_ONCE)
+    subprocess.run([compiler, "-O3", "-march=native", "-shared", "-fPIC", source, "-o", library], check=True)
+    function = ctypes.CDLL(str(library)).read_once
+    shutil.rmtree(folder)
+    out = (ctypes.c_float * 64)()
+
+    def read(gradients: list[torch.Tensor]) -> None:
+        num = len(gradients)
+        data = (ctypes.c_void_p * num)(*[gradient.data_ptr() for gradient in gradients])
+        lengths = (ctypes.c_int64 * num)(*[gradient.numel() for gradient in gradients])
+        function(ctypes.c_int64(num), data, lengths, out)
+
+    return read
+
+
+def tools_for(workload: Workload) -> Iterator[tuple[str, Callable[[], Tool]]]:
+    """Names and makers."""
+    parameters = list(workload.model.parameters())
+    yield BARE, lambda: Nothing(parameters)
+    yield FLOOR, lambda: Calls(parameters, reader_of_everything())
+    yield "gradiometer, norms", lambda: Ours(parameters, statistics="norm")
+    yield "gradiometer, full (default)", lambda: Ours(parameters, statistics="full")
+    yield "gradiometer, full, no forward probe", lambda: Ours(parameters, statistics="full", forward=False)
+    yield (
+        "gradiometer, full, without the native kernel",
+        lambda: Ours(parameters, statistics="full", kernel=False),
+    )
+    yield "Lightning grad_norm", lambda: LightningNorm(parameters)
+    yield "wandb.watch(log_freq=1), offline", lambda: Wandb(parameters)
+    yield "TensorBoard histograms and scalars", lambda: TensorBoard(parameters)
+
+
+def one_step(workload: Workload, tool: Tool) -> None:
+    """A training step with the tool's work in it."""
+    loss = workload.loss()
+    loss.backward()
+    tool.after_backward(loss.detach())
+    workload.optimizer.step()
+    tool.after_step(loss.detach())
+    workload.optimizer.zero_grad()
+
+
+def cpu_of_children_s() -> float:
+    """CPU seconds of the living child processes; 0 where /proc does not tell."""
+    ticks, pending = 0, [os.getpid()]
+    while pending:
+        parent = pending.pop()
+        try:
+            tasks = list(Path(f"/proc/{parent}/task").iterdir())
+        except OSError:
+            continue
+        children = [
+            int(child)
+            for task in tasks
+            if (task / "children").exists()
+            for child in (task / "children").read_text().split()
+        ]
+        for child in children:
+            try:
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            ticks += int(fields[11]) + int(fields[12])
+        pending += children
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def bytes_in(folder: Path | None) -> int:
+    """Size of all files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder else 0
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage is collected between measurements: a collection would be booked on whoever happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def measure(workload: Workload, rounds: int, num_steps: int) -> tuple[dict[str, Any], list[str]]:
+    """Samples in seconds per step by tool, and the tools that are absent."""
+    tools: dict[str, Tool] = {}
+    absent = []
+    for name, make in tools_for(workload):
+        try:
+            tools[name] = make()
+        except ImportError as error:
+            absent.append(f"{name}: {error}")
+    samples: dict[str, Any] = {name: {"step": [], "inside": [], "others": []} for name in tools}
+    steps_of = dict.fromkeys(tools, 0)
+    for _ in range(rounds):
+        order = list(tools.items())
+        random.shuffle(order)
+        for name, tool in order:
+            tool.attach(workload.model, workload.optimizer)
+            one_step(workload, tool)
+            with no_collection():
+                inside_s, others_s, cpu_s = tool.inside.spent_s, cpu_of_children_s(), time.process_time()
+                for _ in range(num_steps):
+                    one_step(workload, tool)
+                samples[name]["step"].append((time.process_time() - cpu_s) / num_steps)
+                samples[name]["inside"].append((tool.inside.spent_s - inside_s) / num_steps)
+                samples[name]["others"].append((cpu_of_children_s() - others_s) / num_steps)
+            steps_of[name] += num_steps + 1
+            tool.detach()
+    for name, tool in tools.items():
+        samples[name]["bytes"] = bytes_in(tool.folder) / steps_of[name]
+        tool.close()
+    return samples, absent
+
+
+def ratios(samples: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per tool."""
+    bare_s = statistics.median(samples[BARE]["step"])
+    floor_s = statistics.median(samples[FLOOR]["inside"])
+    rows = []
+    for name, of in samples.items():
+        inside_s = statistics.median(of["inside"])
+        # Each round's step against the bare step of the same round: what else the machine does changes slowly.
+        by_round = [step / bare for step, bare in zip(of["step"], samples[BARE]["step"], strict=True)]
+        rows.append(
+            {
+                "tool": name,
+                "inside_ms": round(1e3 * inside_s, 3),
+                "inside_share_percent": round(100 * inside_s / bare_s, 2),
+                "inside_over_floor": round(inside_s / floor_s, 2),
+                "step_ratio": round(statistics.median(by_round), 3),
+                "step_ratio_range": [round(min(by_round), 3), round(max(by_round), 3)],
+                "others_share_percent": round(100 * statistics.median(of["others"]) / bare_s, 2),
+                "kilobytes_per_step": round(of["bytes"] / 1e3, 1),
+            }
+        )
+    return rows
+
+
+def show(workload: Workload, rows: list[dict[str, Any]], bare_s: float) -> None:
+    """A table for people."""
+    print(
+        f"\n{workload.name}: {workload.num_parameters / 1e6:.1f} M parameters, {workload.num_tensors} tensors, "
+        f"bare step {1e3 * bare_s:.0f} ms of CPU"
+    )
+    print(f"{'':46}{'inside':>9}{'of step':>9}{'x floor':>9}{'step x':>8}{'others':>9}{'kB/step':>9}")
+    for row in rows:
+        print(
+            f"{row['tool']:46}{row['inside_ms']:>7.2f}ms{row['inside_share_percent']:>8.2f}%"
+            f"{row['inside_over_floor']:>9.2f}{row['step_ratio']:>8.3f}{row['others_share_percent']:>8.2f}%"
+            f"{row['kilobytes_per_step']:>9.1f}"
+        )
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    random.seed(0)
+    torch.manual_seed(0)
+    results, absent = [], []
+    for key in options.models:
+        workload = WORKLOADS[key]()
+        samples, absent = measure(workload, options.rounds, options.steps)
+        bare_s = statistics.median(samples[BARE]["step"])
+        rows = ratios(samples)
+        show(workload, rows, bare_s)
+        results.append(
+            {
+                "workload": workload.name,
+                "parameters": workload.num_parameters,
+                "tensors": workload.num_tensors,
+                "bare_step_cpu_ms": round(1e3 * bare_s, 1),
+                "rows": rows,
+            }
+        )
+    print("\n".join(f"absent: {line}" for line in absent))
+    now = datetime.datetime.now(datetime.UTC)
+    kernel = native.load()
+    machine = {
+        "cores": os.cpu_count(),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "avx2": kernel is not None and kernel.uses_avx2,
+    }
+    result = {
+        "benchmark": "agent_overhead",
+        "date": now.isoformat(timespec="seconds"),
+        "machine": machine,
+        "packages": {package: version_of(package) for package in PACKAGES},
+        "rounds": options.rounds,
+        "steps_per_round": options.steps,
+        "absent": absent,
+        "results": results,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"agent_overhead_{now.date()}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
