@@ -40,7 +40,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         # channels_last and transposed gradients: dense memory in another order, which no statistic depends on.
         return tensor.as_strided((tensor.numel(),), (1,))
-    return tensor.reshape(-1)
+    # Not reshape, which leaves a tensor of one dimension as it is, gaps and all.
+    return tensor.contiguous().view(-1)
 
 
 # Hot path: training thread, once per optimizer step.

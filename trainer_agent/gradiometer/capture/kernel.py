@@ -33,8 +33,17 @@ _DTYPES: Final = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-_TROUBLE: Final = (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError)
-"""What Triton raises without a compiler, with an unknown GPU, or of another version. Its own errors join these."""
+_TROUBLE: Final = (
+    ImportError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+)
+"""What torch and Triton raise without a GPU or a compiler, or in other versions. Triton's own errors join these."""
 
 _known: dict[tuple[torch.device, torch.dtype], str | None] = {}
 
