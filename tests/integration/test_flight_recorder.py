@@ -17,6 +17,7 @@ import gradiometer as gm
 from gradiometer import replay as run_replay
 from gradiometer.capture import dump
 from tests.integration import flight_training
+from tests.support.eventually import eventually
 from tests.support.recorded import recorded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ def test_the_state_before_the_bad_update_is_saved_with_batch_and_generators(tmp_
     manifest = dump.read_manifest(folder)
     assert (manifest.step, manifest.trigger, manifest.batch, manifest.world_size) == (
         BAD_STEP,
-        "gradient",
+        "output",
         "recorded",
         1,
     )
@@ -93,7 +94,7 @@ def test_the_state_before_the_bad_update_is_saved_with_batch_and_generators(tmp_
 def test_replay_names_the_operation_that_overflowed(one_dump):
     code, out, err = replay(one_dump, "--with", "tests.integration.flight_training:build")
     assert code == 0, out + err
-    assert f"step {BAD_STEP} of run flight: a gradient is not finite on rank 0" in out
+    assert f"step {BAD_STEP} of run flight: a gradient and the model's output are not finite on rank 0" in out
     assert "reproduced: the loss is not finite" in out
     assert "first operation: aten.exp.default, forward, in sharpen" in out
     assert "flight_training.py" in out
@@ -245,3 +246,25 @@ def test_wrong_settings_are_errors_of_init(spool, monkeypatch):
     monkeypatch.setenv("GRADIOMETER_FLIGHT_DUMPS", "lots")
     with pytest.raises(ValueError, match="GRADIOMETER_FLIGHT_DUMPS is 'lots'"):
         gm.init(mode="offline")
+
+
+def test_the_server_asks_for_a_dump_when_a_critical_alert_opens(tmp_path, spool, server, monkeypatch):
+    one = server()
+    monkeypatch.setenv("GRADIOMETER_URL", one.url)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gm.init(run_id="asked", flight_recorder=tmp_path / "dumps") as run:
+        run.watch(model, optimizer)
+        run.alert("the evaluation is worthless", severity="critical")
+
+        def saved():
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3)).square().sum()
+            loss.backward()
+            optimizer.step()
+            run.log({"train/loss": loss})
+            return one.get("/runs/asked")["dumps"]
+
+        (found,) = eventually(saved, 30, what="the dump that the server asked for")
+    assert (found["reason"], found["rank"], found["attempt"]) == ("the server asked for it", 0, 1)
+    assert dump.read_manifest(Path(found["path"])).trigger == "server"

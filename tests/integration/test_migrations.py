@@ -15,7 +15,7 @@ from gradiometer.wire import RunInfo, SourceInfo
 from gradiometer_server.clock import SystemClock
 from gradiometer_server.domain.series import Tail
 from gradiometer_server.errors import ConfigurationError
-from gradiometer_server.store import chunks, details, migrate, runs, series, tables
+from gradiometer_server.store import chunks, details, dumps, migrate, runs, series, tables
 from gradiometer_server.store.database import Database, open_database
 
 
@@ -30,6 +30,7 @@ def fill(database: Database) -> None:
         )
         steps = wire.Detail(kind="ring", reason="r", schema_id=1, steps=(1,), times=(1.0,), values=bytes(56))
         details.add_details(conn, run.run_key, [(1, 2, steps)])
+        dumps.add_dump(conn, run.run_key, 1, 5, 1.0, {"path": "/p", "reason": "r", "host": "h", "bytes": 3})
         conn.execute(
             tables.alert.insert(),
             {"run_id": run.run_key, "alert_id": "a", "attempt": 1, "rule": "x", "state": "firing", "severity": "error",
@@ -55,7 +56,8 @@ def test_up_down_and_up_again_with_data(database_url: str) -> None:
         filled = row_counts(database)
         assert filled["chunk"] == 3
         assert all(
-            filled[name] for name in ("run", "source", "series", "frame", "alert", "rule_state", "detail")
+            filled[name]
+            for name in ("run", "source", "series", "frame", "alert", "rule_state", "detail", "dump")
         )
         migrate.downgrade(database, "base")
         with database.read() as conn:

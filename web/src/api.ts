@@ -30,6 +30,7 @@ export interface RunDetail extends Run {
   config: Record<string, unknown>;
   sources: Record<string, unknown>[];
   unavailable: Record<string, string>;
+  dumps?: { step: number; attempt: number; rank: number; host: string; path: string; reason: string; num_bytes: number; saved_s: number }[];
 }
 
 export interface Metric {

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from gradiometer_server.api.views import Json, alert_view, detail_view, run_view
 from gradiometer_server.clock import Clock
 from gradiometer_server.errors import NotFound, StoreUnavailable
-from gradiometer_server.store import alerts, migrate, run_rows, runs, series
+from gradiometer_server.store import alerts, dumps, migrate, run_rows, runs, series
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.query import SeriesReader, Tails
 
@@ -93,7 +93,8 @@ class Reads:
             row = runs.get_run(conn, run_id, self._clock.now_s())
             sources = runs.list_sources(conn, row.run_key)
             layouts = series.list_layouts(conn, row.run_key)
-        return detail_view(self._view(row), row, sources, layouts)
+            saved = dumps.list_dumps(conn, row.run_key)
+        return detail_view(self._view(row), row, sources, layouts, saved)
 
     def running(self) -> frozenset[str]:
         """Public ids of the runs (the newest 500) that are running."""

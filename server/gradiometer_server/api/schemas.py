@@ -99,6 +99,19 @@ class LayoutView(_Answer):
     numels: list[int]
 
 
+class Dump(_Answer):
+    """A step that a flight recorder saved before its update; the files are on the trainers' own disks."""
+
+    attempt: int = Field(description="ordinal from 1")
+    step: int
+    rank: int = Field(description="the lowest rank that saw it go wrong")
+    host: str
+    path: str
+    reason: str
+    num_bytes: int
+    saved_s: float
+
+
 class RunDetail(Run):
     """A run with everything that does not fit a list."""
 
@@ -106,6 +119,7 @@ class RunDetail(Run):
     sources: list[Source]
     unavailable: dict[str, str] = Field(description="metric -> why it cannot be collected")
     layouts: list[LayoutView]
+    dumps: list[Dump] = Field(description="steps that flight recorders saved, oldest first")
 
 
 class RunList(_Answer):

@@ -6,12 +6,14 @@ The shapes are published by `api/schemas.py`; field by field they are those of d
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from gradiometer_server.alerting.explain import explain
 from gradiometer_server.domain.alerts import Episode
 from gradiometer_server.domain.folded import Layout
 from gradiometer_server.domain.jsonable import float_to_json, json_safe
+from gradiometer_server.store.dumps import DumpRow
 from gradiometer_server.store.run_rows import RunRow, SourceRow
 
 Json = dict[str, Any]
@@ -55,7 +57,13 @@ def exit_view(found: Mapping[str, Any] | None) -> Json | None:
     }
 
 
-def detail_view(run: Json, row: RunRow, sources: Iterable[SourceRow], layouts: Iterable[Layout]) -> Json:
+def detail_view(
+    run: Json,
+    row: RunRow,
+    sources: Iterable[SourceRow],
+    layouts: Iterable[Layout],
+    dumps: Iterable[DumpRow] = (),
+) -> Json:
     """**Run** `run`, with what does not fit a list."""
     return {
         **run,
@@ -66,6 +74,7 @@ def detail_view(run: Json, row: RunRow, sources: Iterable[SourceRow], layouts: I
             {"layout_id": layout.layout_id, "layers": list(layout.names), "numels": list(layout.numels)}
             for layout in layouts
         ],
+        "dumps": [asdict(dump) for dump in dumps],
     }
 
 

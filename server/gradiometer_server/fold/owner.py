@@ -29,6 +29,7 @@ from gradiometer_server.fold.tail_set import TailSet
 from gradiometer_server.store import alerts, chunks, log, runs
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.details import SourceDetail, add_details
+from gradiometer_server.store.dumps import add_dump
 from gradiometer_server.store.series import ensure_layout
 
 logger = logging.getLogger(__name__)
@@ -216,6 +217,8 @@ class RunOwner:
         elif event.kind == "unavailable":
             metric, reason = str(attributes.get("metric", "")), str(attributes.get("reason", ""))
             runs.add_unavailable(conn, self._run_key, metric, reason)
+        elif event.kind == "dump" and event.step is not None:
+            add_dump(conn, self._run_key, source_id, event.step, event.time_s, attributes)
         elif event.kind == "dropped":
             reports = self._dropped.get(source_id, 0) + max(0, int(attributes.get("reports", 0)))
             # A sum beyond what a column holds would keep this run from ever being stored again.

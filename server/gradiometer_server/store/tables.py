@@ -109,6 +109,12 @@ detail: Final = _table(
 )  # fmt: skip
 """Layer statistics of one rank alone, by the record that brought them; `num_bytes` of values before compression."""
 
+dump: Final = _table(
+    "dump", _key("run_id"), _key("source_id"), _key("step"), _int("rank"), _text("host"), _text("path"), _text("reason"),
+    _int("num_bytes"), _real("saved_s"),
+)  # fmt: skip
+"""Where a flight recorder saved a step. The files stay there."""
+
 BLOBS: Final = (
     ("source_schema", "data"), ("frame", "data"), ("chunk", "summary"), ("chunk", "steps"), ("chunk", "data"),
     ("detail", "data"),

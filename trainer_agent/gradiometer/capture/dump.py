@@ -43,7 +43,7 @@ class Manifest:
 
     Attributes:
         step: the step that went wrong; the state is that before its update.
-        reason: in words. `trigger`: `gradient`, `loss` or `server`. `trigger_rank`: the lowest rank that saw it.
+        reason: in words. `trigger`: `gradient`, `output`, `loss` or `server`. `trigger_rank`: the lowest rank that saw it.
         batch: `recorded` by the user, what the `forward` was called with, or `none`.
         left_out: what could not be saved, by place, and why.
     """

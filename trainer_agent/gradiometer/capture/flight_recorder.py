@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from gradiometer import wire
-from gradiometer.capture import dump, layout, scaling
+from gradiometer.capture import dump, forward, layout, scaling
 from gradiometer.capture.agreement import Agreement
 from gradiometer.capture.observer import StepScalars
 from gradiometer.flight import MAX_BATCHES, FlightDesk
@@ -28,11 +28,14 @@ from gradiometer.recorder import QUIET_STEPS, is_loss
 
 _log: Final = logging.getLogger(__name__)
 
-_FINE, _ASKED, _GRADIENT, _LOSS, _BROKEN = range(5)
-_TRIGGERS: Final = {_ASKED: "server", _GRADIENT: "gradient", _LOSS: "loss"}
+_FINE, _ASKED, _GRADIENT, _OUTPUT, _LOSS, _BROKEN = range(6)
+"""What a rank has to say. The larger wins: of a NaN that the reduction gave to every rank's gradients, the rank is named
+whose own model or loss gave it birth."""
+_TRIGGERS: Final = {_ASKED: "server", _GRADIENT: "gradient", _OUTPUT: "output", _LOSS: "loss"}
 _REASONS: Final = {
     _ASKED: "the server asked for it",
     _GRADIENT: "a gradient is not finite",
+    _OUTPUT: "a gradient and the model's output are not finite",
     _LOSS: "the loss is not finite",
 }
 
@@ -56,6 +59,17 @@ class _RootHook:
 
     def __deepcopy__(self, _memo: Any) -> Any:
         return _ignore
+
+
+class _OutputHook(_RootHook):
+    """The same after the forward pass."""
+
+    __slots__ = ()
+
+    # Hot path: training thread, once per forward pass. Must return None, change nothing and not wait.
+    def __call__(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._recorder.see_output(output)
 
 
 def _ignore(_module: torch.nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -94,7 +108,8 @@ class FlightRecorder:
         self._random: dict[str, Any] | None = None
         self._forwards: list[Any] = []
         self._bad_loss = False
-        self._handle: Any = None
+        self._extremes: list[torch.Tensor] = []
+        self._handles: list[Any] = []
         desk.begin_step = self._begin_step
         if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
             unavailable(
@@ -102,13 +117,23 @@ class FlightRecorder:
                 "the model is compiled: what its forward is called with is saved only if run.record_batch is called",
             )
         else:
-            self._handle = model.register_forward_pre_hook(_RootHook(self), with_kwargs=True)
+            self._handles = [
+                model.register_forward_pre_hook(_RootHook(self), with_kwargs=True),
+                model.register_forward_hook(_OutputHook(self)),
+            ]
 
     def see_forward(self, args: Any, kwargs: Any) -> None:
         """The model is called: a micro-batch."""
         self._begin_step()
         if len(self._forwards) < MAX_BATCHES:
             self._forwards.append({"args": args, "kwargs": kwargs})
+
+    def see_output(self, output: Any) -> None:
+        """The model has returned: keep the extremes, for the case that the gradients are not finite."""
+        tensor = forward.first_floating(output)
+        if tensor is not None and tensor.numel() and len(self._extremes) < 2 * MAX_BATCHES:
+            with torch.no_grad():
+                self._extremes += torch.aminmax(tensor.detach())
 
     def _begin_step(self) -> None:
         if self._random is None:
@@ -149,7 +174,7 @@ class FlightRecorder:
             return _LOSS
         # With a scaler such a step is skipped, and that is its normal business.
         if self._scaler is None and not _all_finite(self._parameters()):
-            return _GRADIENT
+            return _GRADIENT if all(bool(torch.isfinite(one)) for one in self._extremes) else _OUTPUT
         if asked is not None and not self._is_known(asked, step):
             return _ASKED
         return _FINE
@@ -271,12 +296,12 @@ class FlightRecorder:
 
     def _forget(self) -> None:
         self._random, self._bad_loss = None, False
-        self._forwards, self._desk.batches = [], []
+        self._forwards, self._extremes, self._desk.batches = [], [], []
 
     def close(self) -> None:
         """See `StepObserver`."""
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._desk.begin_step = None
         self._forget()
 

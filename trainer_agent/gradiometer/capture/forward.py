@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -51,6 +51,14 @@ class ForwardReport:
         bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
         names = dict.fromkeys(self._order[index] for index in bad)
         return list(names)[:MAX_MODULES_NAMED]
+
+
+def joined(reports: Sequence[ForwardReport]) -> ForwardReport | None:
+    """Reports of parts of one step, in order, as one; None of none."""
+    if len(reports) <= 1:
+        return reports[0] if reports else None
+    order = tuple(name for report in reports for name in report._order)
+    return ForwardReport(order, tuple(block for report in reports for block in report._extremes))
 
 
 class _LeafHook:
@@ -110,7 +118,7 @@ class ForwardProbe:
     def _record(self, name: str, output: Any) -> None:
         if len(self._blocks) >= MAX_BLOCKS:
             return
-        tensor = _first_floating(output)
+        tensor = first_floating(output)
         if tensor is None or scalars.is_transformed(tensor) or tensor.numel() == 0:
             return
         with torch.no_grad():
@@ -187,7 +195,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _first_floating(output: Any, depth: int = 3) -> torch.Tensor | None:
+def first_floating(output: Any, depth: int = 3) -> torch.Tensor | None:
     """The first floating-point tensor in a module's output (a tensor, tuple, list, dict or dataclass-like)."""
     if layout.is_distributed(output):
         output = output._local_tensor
@@ -198,4 +206,4 @@ def _first_floating(output: Any, depth: int = 3) -> torch.Tensor | None:
     parts = (
         output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
     )
-    return next((found for part in parts if (found := _first_floating(part, depth - 1)) is not None), None)
+    return next((found for part in parts if (found := first_floating(part, depth - 1)) is not None), None)

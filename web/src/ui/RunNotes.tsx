@@ -17,6 +17,11 @@ export function RunNotes({ model }: { model: RunModel }) {
   const config = flatten(run.config ?? {});
   return (
     <div class="notes">
+      {(run.dumps ?? []).map((dump) => (
+        <p class="dump" key={`${dump.attempt}.${dump.step}`}>
+          Flight recorder: saved step {dump.step} at <code>{dump.path}</code> ({dump.host}): {dump.reason}{run.world_size > 1 ? ` on rank ${dump.rank}` : ''}.
+        </p>
+      ))}
       {unavailable.length > 0 && <Pairs title="Not collected" hint="never shown as zero" pairs={unavailable} />}
       {config.length > 0 && <Pairs title="Configuration" pairs={config} />}
       {(run.sources ?? []).length > 0 && (
