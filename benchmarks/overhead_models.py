@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,12 @@ class Block(nn.Module):
         batch, length, width = x.shape
         parts = self.attn(self.ln_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         seen = (
-            F.scaled_dot_product_attention(*parts, is_causal=True)
+            functional.scaled_dot_product_attention(*parts, is_causal=True)
             .transpose(1, 2)
             .reshape(batch, length, width)
         )
         x = x + self.proj(seen)
-        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+        return x + self.down(functional.gelu(self.up(self.ln_2(x))))
 
 
 class Gpt2(nn.Module):
@@ -70,7 +70,7 @@ class Gpt2(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.ln_f(x), self.tokens.weight)
+        return functional.linear(self.ln_f(x), self.tokens.weight)
 
 
 class Bottleneck(nn.Module):
@@ -89,7 +89,7 @@ class Bottleneck(nn.Module):
             self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(4 * width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.body(x) + self.shortcut(x))
+        return functional.relu(self.body(x) + self.shortcut(x))
 
 
 def resnet50() -> nn.Module:
@@ -109,7 +109,7 @@ def gpt2_workload(num_tokens: int) -> Workload:
     tokens = torch.randint(50257, (1, num_tokens + 1))
 
     def loss() -> torch.Tensor:
-        return F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:])
+        return functional.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:])
 
     return _workload(f"GPT-2 124M, {num_tokens} tokens", model, loss)
 
@@ -118,7 +118,9 @@ def resnet50_workload(batch: int = 2, size: int = 112) -> Workload:
     model = resnet50()
     images, labels = torch.randn(batch, 3, size, size), torch.randint(1000, (batch,))
     return _workload(
-        f"ResNet-50, batch {batch} of {size}x{size}", model, lambda: F.cross_entropy(model(images), labels)
+        f"ResNet-50, batch {batch} of {size}x{size}",
+        model,
+        lambda: functional.cross_entropy(model(images), labels),
     )
 
 

@@ -26,9 +26,12 @@ class Found:
         if gradient.layout != torch.strided:
             self.sparse.append((row, gradient))
             return
-        rows, gradients = self.dense.setdefault((gradient.device, gradient.dtype), ([], []))
-        rows.append(row)
-        gradients.append(gradient)
+        key = (gradient.device, gradient.dtype)
+        group = self.dense.get(key)
+        if group is None:
+            group = self.dense[key] = ([], [])
+        group[0].append(row)
+        group[1].append(gradient)
 
 
 class Backends:

@@ -22,6 +22,7 @@ from gradiometer.capture.readback import Readback
 from gradiometer.capture.statistics import Floats
 from gradiometer.capture.tiers import EVERY_STEP, Cadence
 
+_REAL_DTYPES: Final = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _MAX_LISTED: Final = 5
 
 
@@ -188,7 +189,8 @@ class GradientReader:
             gradient: Any = current.parameters[row].grad
             if gradient is None:
                 continue
-            gradient = self._local(gradient, row, unread)
+            if not _is_plain(gradient):
+                gradient = self._local(gradient, row, unread)
             span = current.spans[row]
             gradient = gradient if gradient is None or span is None else gradient[span]
             # Also a shard of no elements has nothing to say.
@@ -246,6 +248,12 @@ class _Part:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more + (" are" if len(names) > 1 else " is")
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    """Whether it is what nearly all gradients are, in a fraction of the time that asking for each exception takes."""
+    is_dense = type(gradient) is torch.Tensor and gradient.layout == torch.strided
+    return is_dense and gradient.dtype in _REAL_DTYPES and not gradient.is_meta
 
 
 def _unreadable(gradient: Any) -> str | None:

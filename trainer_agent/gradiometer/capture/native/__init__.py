@@ -117,19 +117,26 @@ def table_of(gradients: list[torch.Tensor], flat: Any) -> Table | None:
     import torch
 
     dtypes = _torch_dtypes()
-    addresses, lengths, codes = array("Q"), array("q"), array("i")
-    owners: list[torch.Tensor] = []
-    for gradient in gradients:
-        code = dtypes.get(gradient.dtype)
-        # A subclass may hold its values elsewhere, and a tensor with the negative bit holds their negatives.
-        if code is None or type(gradient) not in (torch.Tensor, torch.nn.Parameter) or gradient.is_neg():
-            return None
-        dense = gradient if gradient.is_contiguous() else flat(gradient)
-        addresses.append(dense.data_ptr())
-        lengths.append(dense.numel())
-        codes.append(code)
-        owners.append(dense)
-    return Table(addresses=addresses, lengths=lengths, dtypes=codes, owners=owners)
+    codes = [dtypes.get(gradient.dtype, -1) for gradient in gradients]
+    # A subclass may hold its values elsewhere, and a tensor with the negative bit holds their negatives.
+    if -1 in codes or not _plain_types().issuperset(map(type, gradients)):
+        return None
+    if any(map(torch.Tensor.is_neg, gradients)):
+        return None
+    owners = [gradient if gradient.is_contiguous() else flat(gradient) for gradient in gradients]
+    return Table(
+        addresses=array("Q", [owner.data_ptr() for owner in owners]),
+        lengths=array("q", [owner.numel() for owner in owners]),
+        dtypes=array("i", codes),
+        owners=owners,
+    )
+
+
+@functools.cache
+def _plain_types() -> frozenset[type]:
+    import torch
+
+    return frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @functools.cache
