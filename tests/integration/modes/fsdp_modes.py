@@ -57,6 +57,27 @@ def fsdp2(session, net, *, micro_batches=1, clip=False, data_rank=None, **option
     return local_outcome(model, optimizer)
 
 
+def compiled_block(session):
+    net = make_net()
+    net.first.compile(backend="eager")
+    return fsdp2(session, net)
+
+
+def scaled(session):
+    """torch's plain GradScaler; the optimizer is not fused."""
+    model = sharded(make_net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    session.watch(model, optimizer, scaler)
+    for step in range(1, STEPS + 1):
+        session.begin_step(gathered(model))
+        scaler.scale(loss_of(model, step, session.rank)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return local_outcome(model, optimizer)
+
+
 def low_precision_reference(step, weights, *, reduce_dtype):
     """Both ranks compute in bfloat16; what they sum is of `reduce_dtype`, what the optimizer gets is float32."""
     total: dict[str, torch.Tensor] = {}
@@ -242,6 +263,13 @@ MODES = [
         reference=functools.partial(low_precision_reference, reduce_dtype=torch.float32),
         world_size=2,
     ),
+    Mode(
+        name="FSDP2, GradScaler",
+        train=scaled,
+        reads="the reduced gradient's local shard, once per optimizer step, unscaled; shards add up",
+        world_size=2,
+    ),
+    Mode(name="FSDP2, a compiled block", train=compiled_block, reads=READS, world_size=2),
     Mode(
         name="FSDP2, CPU offload",
         train=lambda s: fsdp2(s, make_net(), offload_policy=CPUOffloadPolicy(pin_memory=False), clip=True),

@@ -207,6 +207,20 @@ MODES = [
     ),
 ]
 
+
+def same_names(session, *, name=None):
+    """Two stages that are both built as `nn.Sequential`, so that their parameters have the same names."""
+    torch.manual_seed(session.rank)
+    model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    session.watch(model, optimizer, name=None if name is None else f"{name}{session.rank}")
+    for _ in range(STEPS):
+        model(torch.ones(2, 7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return local_outcome(model, optimizer)
+
+
 UNTOLD_EXPERTS = Mode(
     name="expert parallelism without sharded",
     train=lambda s: expert_parallel(s, told=False),
@@ -216,4 +230,10 @@ UNTOLD_EXPERTS = Mode(
     world_size=2,
     replicas_identical=False,
 )
-"""A mistake, which must show: no row of the table."""
+SAME_NAMES = Mode(name="stages with the same names", train=same_names, reads="", world_size=2)
+"""Mistakes, which must show: no rows of the table."""
+
+OWN_NAMES = Mode(
+    name="stages with names of their own", train=lambda s: same_names(s, name="stage"), reads="", world_size=2
+)
+"""What the alert advises."""

@@ -119,15 +119,24 @@ def test_partial_gradients_are_named_and_no_norm_is_made_without_them(play):
         assert server.norm_of(step, "head.weight") is not None
 
 
-def test_experts_that_nobody_declared_raise_an_alert(folder):
-    result = mode_checks.played(parallel_modes.UNTOLD_EXPERTS, folder)
+@pytest.mark.parametrize("mode", two_rank_modes.MISTAKES, ids=lambda mode: mode.name)
+def test_different_values_under_one_name_raise_an_alert(mode, folder):
+    result = mode_checks.played(mode, folder)
     assert [one["failures"] for one in result.said] == [{}, {}]
     (episode,) = shown(result).episodes.values()
+    layer = "experts.weight" if mode is parallel_modes.UNTOLD_EXPERTS else "0.weight"
     assert (episode.first.rule, episode.first.layers, episode.first.ranks) == (
         "replica_mismatch",
-        ("experts.weight",),
+        (layer,),
         (0, 1),
     )
+
+
+def test_stages_with_names_of_their_own_raise_none(folder):
+    server = shown(mode_checks.played(parallel_modes.OWN_NAMES, folder))
+    assert server.episodes == {}
+    assert {"stage0.0.weight", "stage1.0.weight"} <= set(server.layers[1].layout.names)
+    assert server.values[1]["grad/coverage_fraction"] == 1.0
 
 
 def test_clipping_that_raises_in_torch_leaves_the_statistics_right(play):

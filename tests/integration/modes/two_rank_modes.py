@@ -5,4 +5,5 @@ from __future__ import annotations
 from tests.integration.modes import ddp_modes, fsdp_modes, parallel_modes
 
 TABLE = [*ddp_modes.MODES, *fsdp_modes.MODES, *parallel_modes.MODES]
-MODES = [*TABLE, parallel_modes.UNTOLD_EXPERTS]
+MISTAKES = [parallel_modes.UNTOLD_EXPERTS, parallel_modes.SAME_NAMES]
+MODES = [*TABLE, *MISTAKES, parallel_modes.OWN_NAMES]
