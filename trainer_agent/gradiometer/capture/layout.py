@@ -37,8 +37,8 @@ class Layout:
         layers: as declared on the wire.
         parameters: the parameter whose gradient holds each layer; one may hold several.
         spans: where in that gradient, flattened, the layer is; None: everywhere.
-        owners: the distinct parameters.
-        placements: of a layer whose gradient is a DTensor: its placements as declared; None of others.
+        owners: the distinct parameters, the smallest first.
+        placements: parameters whose gradient is a DTensor, and its placements as declared.
         num_in_optimizer: how many parameters the optimizer had when this was built: another number needs a new layout.
         has_plain_shards: whether some local gradient is a shard but does not say so, as a DTensor does.
         notes: what could not be found out, and why.
@@ -49,16 +49,14 @@ class Layout:
     num_in_optimizer: int
     spans: tuple[slice | None, ...] = ()
     owners: tuple[torch.Tensor, ...] = ()
-    placements: tuple[Any, ...] = ()
+    placements: tuple[tuple[torch.Tensor, Any], ...] = ()
     has_plain_shards: bool = False
     notes: tuple[str, ...] = ()
 
     # Hot path: training thread, once per step.
     def is_outdated(self) -> bool:
         """Whether the gradients of some layer are now spread over the ranks in another way than was declared."""
-        for parameter, declared in zip(self.parameters, self.placements, strict=True):
-            if declared is None:
-                continue
+        for parameter, declared in self.placements:
             placements = getattr(parameter.grad, "placements", declared)
             if placements is not declared and placements != declared:
                 return True
@@ -105,8 +103,12 @@ def build(model: torch.nn.Module, optimizer: Any, prefix: str, sharded: Places |
         parameters=tuple(one.parameter for one in found),
         num_in_optimizer=len(updated),
         spans=tuple(None if one.piece is None else one.piece.span for one in found),
-        owners=tuple({id(one.parameter): one.parameter for one in found}.values()),
-        placements=tuple(_placements(one.parameter) for one in found),
+        owners=tuple(
+            sorted({id(one.parameter): one.parameter for one in found}.values(), key=torch.Tensor.numel)
+        ),
+        placements=tuple(
+            (one.parameter, _placements(one.parameter)) for one in found if is_distributed(one.parameter)
+        ),
         has_plain_shards=any(
             layer.num_shards > 1 and not is_distributed(one.parameter)
             for layer, one in zip(layers, found, strict=True)

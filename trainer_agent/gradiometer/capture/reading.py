@@ -108,11 +108,14 @@ class StepReading:
         self.was_read_in_closure = self.in_closure
         scale = self._current_scale()
         self.scale = None if scale is None else readback.start(readback.pack([scale]))
+        owners = self._reader.owners(self._of)
+        # Held during the reading, because torch makes the Python object of a gradient anew for whoever asks next.
+        gradients = [owner.grad for owner in owners]
         self.partials = self._reader.read(self._of)
-        owners = [owner for owner in self._reader.owners(self._of) if owner.grad is not None]
-        self.num_gradients = len(owners)
-        if owners:
-            self.witness = Witness(min(owners, key=torch.Tensor.numel))
+        self.num_gradients = sum(gradient is not None for gradient in gradients)
+        smallest = next((owner for owner in owners if owner.grad is not None), None)
+        if smallest is not None:
+            self.witness = Witness(smallest)
 
     def is_scaled(self) -> bool:
         """Whether the gradients are multiplied by the loss scale right now."""
