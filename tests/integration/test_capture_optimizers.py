@@ -326,3 +326,26 @@ def test_R68_also_where_the_rate_is_a_tensor_or_the_step_ends_late(play):
     assert points["train/lr/first"] == pytest.approx(expected)
     assert points["train/lr/second"] == pytest.approx(expected)
     assert "train/lr/never" not in points
+
+
+def test_a_step_that_ends_late_says_how_things_were_when_it_stepped(play):
+    """One optimizer is waited for in vain, so each step is known to be over only when the next one steps."""
+    model = make()
+    used, unused = sgd(model.parameters()), sgd([nn.Parameter(torch.zeros(2))])
+
+    def loop(run):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        run.watch(model, [used, unused], scaler, forward=True)
+        for step in range(1, 5):
+            x = torch.full((1, 4), math.nan) if step == 3 else torch.ones(1, 4)
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(used)
+            scaler.update()
+            model.zero_grad()
+
+    out = play(loop)
+    assert [
+        (event.step, event.attributes["modules"][0]) for event in out.of_kind("nonfinite_activation")
+    ] == [(3, "0")]
+    assert out.points["scaler/scale"] == {1: 1024.0, 2: 2048.0, 3: 4096.0, 4: 2048.0}
+    assert out.points["scaler/skipped"] == {1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0}

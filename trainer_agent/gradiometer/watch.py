@@ -14,13 +14,13 @@ from typing import Any, Final
 
 import torch
 
-from gradiometer import wire
-from gradiometer.capture import backward, clip, forward, gradients, readback, scalars, scaling
+from gradiometer.capture import backward, clip, forward, gradients, readback, scaling
 from gradiometer.capture.clipped import ClippedNorm
 from gradiometer.capture.clock import StepClock, StepNumbers
+from gradiometer.capture.ending import StepEnding
 from gradiometer.capture.layout import Places
-from gradiometer.capture.numbers import Rates, Times
-from gradiometer.capture.observer import StepObserver, StepScalars, Watched, observers_of
+from gradiometer.capture.numbers import Rates
+from gradiometer.capture.observer import StepObserver, Watched, observers_of
 from gradiometer.capture.optimizers import Optimizers, unwrap
 from gradiometer.capture.progress import NextStep
 from gradiometer.capture.readback import Readback
@@ -28,7 +28,7 @@ from gradiometer.capture.reading import StepReading
 from gradiometer.capture.tiers import EVERYTHING, Cadence, Tier
 from gradiometer.capture.together import Together
 from gradiometer.guard import Guard
-from gradiometer.reports import Report, StepReport
+from gradiometer.reports import Report
 
 ABANDONED: Final = "capture in a forked child"
 
@@ -85,13 +85,21 @@ class Watch:
         )
         self._indices = {id(optimizer): index for index, optimizer in enumerate(optimizers.all)}
         self._together = Together()
-        self._rates, self._times = Rates(name, optimizers.names, unavailable), Times(guard)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._clip_norm = ClippedNorm(unavailable)
         self._probe: forward.ForwardProbe | None = None
         self._reset()
         self._install(model, optimizers, forward_probe, prefix, checks)
         self._next = NextStep(tuple(model.parameters()), self._probe)
+        self._ending = StepEnding(
+            scaler=self._scaler,
+            probe=self._probe,
+            guard=guard,
+            rates=Rates(name, optimizers.names, unavailable),
+            clip_norm=self._clip_norm,
+            is_clock=is_clock,
+            reads_rss=is_clock and self._device.type != "cuda",
+        )
 
     def _reset(self) -> None:
         for reading in self._readings:
@@ -109,7 +117,8 @@ class Watch:
     ) -> None:
         self._handles = []
         # Where `optimizer.step` is compiled the hooks must not be, or each of their branches makes a graph.
-        pre_hook, post_hook = torch.compiler.disable(self._pre_hook), torch.compiler.disable(self._post_hook)
+        uncompiled: Any = torch.compiler.disable
+        pre_hook, post_hook = uncompiled(self._pre_hook), uncompiled(self._post_hook)
         for optimizer in optimizers.all:
             self._handles += [
                 optimizer.register_step_pre_hook(pre_hook),
@@ -330,8 +339,8 @@ class Watch:
 
     def _stepped(self, index: int, skip: Readback | None) -> None:
         in_backward = backward.task() is not None
-        reading = self._readings[index]
-        reading.end(skip)
+        self._readings[index].end(skip)
+        self._ending.see()
         if self._together.stepped(index, in_backward=in_backward, live=self._live):
             self._end_step()
 
@@ -340,39 +349,11 @@ class Watch:
 
     # Hot path: training thread, once per step.
     def _end_step(self) -> None:
-        now_s = time.perf_counter()
         step, is_reported = self._numbers.next()
-        probe = self._probe
-        partials, scale = gradients.combine(
-            [(reading.partials, reading.scale) for reading in self._readings if reading.partials is not None]
-        )
-        report = StepReport(
-            step=step,
-            time=time.time(),
-            partials=partials,
-            scale=scale,
-            skip=readback.largest([reading.skip for reading in self._readings if reading.skip is not None]),
-            forward=None if probe is None else self._guard.call("forward probe", probe.take),
-            scalars=scalars.collect([*self._scalars(step), *self._times_of(now_s)]),
-            reads_rss=self._is_clock and self._device.type != "cuda",
-        )
+        report = self._ending.report(step, self._readings, self._observers)
         owners = [reading.witness.owner for reading in self._readings if reading.witness is not None]
         self._next.begin_after(min(owners, key=torch.Tensor.numel, default=None))
         self._together.complete()
         self._reset()
         if is_reported:
             self._emit(report)
-
-    def _scalars(self, step: int) -> StepScalars:
-        values = list(self._rates.of(self._readings))
-        for observer in self._observers:
-            values += self._guard.call(observer.part, observer.end_step, step) or ()
-        if not self._is_clock:
-            return values
-        scale = scaling.scale_of(self._scaler) if self._scaler is not None else None
-        if scale is not None:
-            values.append((wire.Column("scaler/scale"), scale))
-        return [*values, *self._clip_norm.scalars()]
-
-    def _times_of(self, now_s: float) -> StepScalars:
-        return self._times.end_step(now_s) if self._is_clock else ()
