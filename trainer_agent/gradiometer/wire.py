@@ -20,6 +20,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from gradiometer import limits as limits
+from gradiometer.limits import MAX_ID_CHARS as MAX_ID_CHARS
 from gradiometer.names import MAX_NAME_CHARS as MAX_NAME_CHARS
 from gradiometer.names import name_problem as name_problem
 
@@ -34,8 +36,6 @@ MAX_COLUMNS: Final = 100_000
 """Most columns in one scalar schema, and most layers in one layer schema."""
 MAX_STEP: Final = 2**53 - 1
 """Largest step: what a browser can still count exactly."""
-MAX_ID_CHARS: Final = 128
-"""Longest run id and project name."""
 MAX_DETAIL_STEPS: Final = 4096
 """Most steps in one `Detail`."""
 MAX_REASON_CHARS: Final = 500
@@ -44,10 +44,10 @@ MAX_REASON_CHARS: Final = 500
 STATISTICS: Final = ("count", "sum", "sum_squares", "min", "max", "num_zeros", "num_nonfinite")
 """The mergeable partial statistics of one parameter's local gradient, in wire order.
 
-`count` is the number of elements read in this step (0: the parameter had no gradient, and the other six mean
-nothing). `sum`, `sum_squares`, `min` and `max` are plain IEEE results over all elements, so a NaN or an infinity in
-the gradient shows in them; `num_nonfinite` counts NaN, +Inf and -Inf together. All are of the unscaled, accumulated,
-pre-clip gradient.
+`count` is the number of elements read in this step. 0: the parameter had no gradient, and the other six mean nothing,
+except that a NaN in `sum_squares` then says that it had one which could not be read. `sum`, `sum_squares`, `min` and
+`max` are plain IEEE results over all elements, so a NaN or an infinity in the gradient shows in them; `num_nonfinite`
+counts NaN, +Inf and -Inf together. All are of the unscaled, accumulated, pre-clip gradient.
 """
 NORM_STATISTICS: Final = ("count", "sum_squares", "num_nonfinite")
 """The least that a layer schema may hold: what the norm and the search for NaN need. Others are left out of a step in
