@@ -6,6 +6,9 @@ The server reads a bearer token and no `user:password@`, which programs print, l
 from __future__ import annotations
 
 import urllib.parse
+from typing import Final
+
+DEFAULT_URL: Final = "http://127.0.0.1:7717"
 
 
 def shown(url: str) -> str:

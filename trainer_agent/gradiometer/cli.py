@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _sync(argv: list[str]) -> int:
     # Here, because the other commands need no WebSocket client.
     from gradiometer import spool
-    from gradiometer.settings import DEFAULT_URL
+    from gradiometer.address import DEFAULT_URL
+    from gradiometer.credentials import token_from_environment
     from gradiometer.uplink.sync import sync
 
     parser = argparse.ArgumentParser(
@@ -86,9 +87,12 @@ def _sync(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     path = arguments.path or spool.default_root()
-    return sync(
-        path, url=arguments.url, token=os.environ.get("GRADIOMETER_TOKEN"), patience_s=arguments.patience
-    )
+    try:
+        token = token_from_environment()
+    except ValueError as error:
+        sys.stderr.write(f"gradiometer sync: {error}\n")
+        return 1
+    return sync(path, url=arguments.url, token=token, patience_s=arguments.patience)
 
 
 def _demo(argv: list[str]) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from gradiometer import __version__, wire
 from gradiometer.launch import Launch
+from gradiometer.plain import encodable
 from gradiometer.settings import Settings
 
 _SECRET: Final = re.compile(r"token|secret|passw|api[-_]?key|credential|auth", re.IGNORECASE)
@@ -40,7 +41,7 @@ def source_info(settings: Settings, launch: Launch) -> wire.SourceInfo:
         attempt=launch.attempt,
         world_size=launch.world_size,
         local_rank=launch.local_rank,
-        host=socket.gethostname(),
+        host=encodable(socket.gethostname()),
         pid=os.getpid(),
         started_s=time.time(),
         start_step=settings.start_step,
@@ -62,7 +63,8 @@ def describe() -> dict[str, str]:
         found["torch"] = str(torch.__version__)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             found["device"] = str(torch.cuda.get_device_name())
-    return found
+    # An argument or a host may hold bytes that are no text.
+    return {name: encodable(text) for name, text in found.items()}
 
 
 def command_line(arguments: list[str]) -> str:

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Protocol
 
+from gradiometer.plain import encodable, text_of
+
 MAX_TRACEBACK_CHARS: Final = 16 * 1024
 
 
@@ -166,17 +168,19 @@ def exit_code_of(status: object) -> int:
 
 def exception_attributes(error: BaseException) -> dict[str, str]:
     """Type, message and the end of the traceback, at most 16 KiB."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    encoded = text.encode("utf-8", "replace")[-MAX_TRACEBACK_CHARS:]
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001  a user's __str__ may fail, and the report of an error must not
-        message = "(the exception's text could not be made)"
+    encoded = _traceback_of(error).encode("utf-8", "replace")[-MAX_TRACEBACK_CHARS:]
     return {
-        "type": type(error).__qualname__,
-        "message": message[:4096],
+        "type": encodable(type(error).__qualname__),
+        "message": text_of(error)[:4096],
         "traceback": encoded.decode("utf-8", "replace"),
     }
+
+
+def _traceback_of(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except Exception as second:  # noqa: BLE001  the report of an error must not fail on what a user put into it
+        return f"(the traceback could not be made: {second!r})"
 
 
 _after_fork: Final[list[Ending]] = []

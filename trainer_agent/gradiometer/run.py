@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +23,7 @@ from gradiometer.flight import RecordsBatches, desk_of
 from gradiometer.guard import Guard
 from gradiometer.handle import Handle
 from gradiometer.last_words import LastWords
+from gradiometer.plain import shown, text_of
 from gradiometer.reports import EventReport, Report, ScalarReport
 from gradiometer.watching import Watches
 
@@ -42,8 +43,8 @@ def init(
     name: str | None = None,
     *,
     config: Mapping[str, Any] | object | None = None,
-    tags: Sequence[str] = (),
-    notes: str = "",
+    tags: Iterable[str] | None = (),
+    notes: str | None = "",
     group: str | None = None,
     mode: str | None = None,
     run_id: str | None = None,
@@ -304,7 +305,12 @@ class Run(Handle, RecordsBatches):
     def _log(self, metrics: Mapping[str, Any], step: int | None, of_microbatch: bool = False) -> None:
         at = self._step_for(step)
         if at is None:
-            self._drops.add("a step is not valid", None, detail=repr(step)[:80])
+            self._drops.add("a step is not valid", None, detail=shown(step)[:80])
+            return
+        if not hasattr(metrics, "items"):
+            self._drops.add(
+                "what was logged is not a mapping of names to numbers", at, detail=shown(metrics)[:80]
+            )
             return
         found: list[tuple[wire.Column, Any]] = []
         for name, value in values.flatten(metrics):
@@ -329,20 +335,21 @@ class Run(Handle, RecordsBatches):
         if not reports.is_valid_step(step):
             return None
         valid: int = step
-        self._logged_step, self._next_step = valid, valid + 1
+        # An earlier step named in between does not turn the counter back.
+        self._logged_step, self._next_step = valid, max(self._next_step, valid + 1)
         return valid
 
     def _alert(self, title: str, text: str, severity: str) -> None:
-        if severity not in SEVERITIES:
+        if not isinstance(severity, str) or severity not in SEVERITIES:
             self._drops.add(
-                "an alert's severity is unknown, taken as warning", self.step, detail=repr(severity)[:40]
+                "an alert's severity is unknown, taken as warning", self.step, detail=shown(severity)[:40]
             )
             severity = "warning"
-        shown, more = values.encodable(str(title))[:200], values.encodable(str(text))[:4000]
-        self._event("alert", {"title": shown, "text": more, "severity": severity})
+        line, more = text_of(title)[:200], text_of(text)[:4000]
+        self._event("alert", {"title": line, "text": more, "severity": severity})
 
     def _mark(self, name: str) -> None:
-        self._event("marker", {"name": values.encodable(str(name))[: wire.MAX_NAME_CHARS]})
+        self._event("marker", {"name": text_of(name)[: wire.MAX_NAME_CHARS]})
 
     def _event(self, kind: wire.EventKind, attributes: dict[str, Any], *, essential: bool = False) -> None:
         feeder = self._feeder

@@ -6,20 +6,22 @@ This is the one place where the agent raises at the user; every message ends wit
 from __future__ import annotations
 
 import os
-import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-from gradiometer import address, spool, values, wire
+from gradiometer import arguments, credentials, spool, wire
+from gradiometer.address import DEFAULT_URL as DEFAULT_URL
+from gradiometer.plain import shown
 
-DEFAULT_URL: Final = "http://127.0.0.1:7717"
 DEFAULT_PROJECT: Final = "default"
 DUMPS_FOLDER: Final = "gradiometer-dumps"
 MODES: Final = ("online", "offline", "disabled")
+RESUMES: Final = ("allow", "must", "never", "auto")
 
 Mode = Literal["online", "offline", "disabled"]
+Resume = Literal["allow", "must", "never", "auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class Settings:
         attempt: launch time in Unix milliseconds given from outside; None: find it out.
         start_step: optimizer steps completed before this attempt.
         token: the server's token, kept out of `repr`.
+        resume: whether the run is expected to exist already; see `init`.
         flight_recorder: folder for dumps; None: off. `max_dumps`: most of them in one process.
     """
 
@@ -47,6 +50,7 @@ class Settings:
     token: str | None
     spool: Path
     start_step: int
+    resume: Resume | None = None
     flight_recorder: Path | None = None
     max_dumps: int = 2
 
@@ -59,8 +63,8 @@ def resolve(
     project: str | None,
     name: str | None,
     config: Mapping[str, Any] | object | None,
-    tags: Sequence[str],
-    notes: str,
+    tags: Iterable[str] | None,
+    notes: str | None,
     group: str | None,
     mode: str | None,
     run_id: str | None,
@@ -76,23 +80,23 @@ def resolve(
     Raises:
         ValueError: an argument or a variable is wrong; the message names it and the remedy.
     """
-    given_id = run_id or _env("RUN_ID")
-    _check_resume(resume, given_id)
     _check_limits()
+    given_id = _given(run_id, "RUN_ID")
     return Settings(
-        project=_identifier("project", project or _env("PROJECT") or DEFAULT_PROJECT),
-        name=None if name is None else _text("name", name),
-        config=_config(config),
-        tags=_tags(tags),
-        notes=_text("notes", notes),
-        group=None if group is None else _text("group", group),
-        mode=_mode(mode or _env("MODE") or "online"),
-        run_id=None if given_id is None else _identifier("run_id", given_id),
+        project=arguments.project(_given(project, "PROJECT", DEFAULT_PROJECT)),
+        name=arguments.label("name", name),
+        config=arguments.config(config),
+        tags=arguments.tags(tags),
+        notes=arguments.notes(notes),
+        group=arguments.label("group", group),
+        mode=_mode(_given(mode, "MODE", "online")),
+        run_id=None if given_id is None else arguments.run_id(given_id),
         attempt=_attempt(_env("ATTEMPT")),
-        url=_url(url or _env("URL") or DEFAULT_URL),
-        token=token or _env("TOKEN"),
-        spool=Path(spool_path).expanduser() if spool_path is not None else spool.default_root(),
-        start_step=_start_step(start_step),
+        url=arguments.url(_given(url, "URL", DEFAULT_URL)),
+        token=credentials.checked_token(token) or credentials.token_from_environment(),
+        spool=_spool(spool_path),
+        resume=_resume(_given(resume, "RESUME"), given_id),
+        start_step=arguments.step("start_step", start_step),
         flight_recorder=_flight_recorder(flight_recorder),
         max_dumps=_max_dumps(_env("FLIGHT_DUMPS")),
     )
@@ -111,102 +115,50 @@ def _env(name: str) -> str | None:
     return os.environ.get(f"GRADIOMETER_{name}") or None
 
 
-def _text(what: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is a {type(value).__name__}: pass a string.")
-    if values.encodable(value) != value:
-        raise ValueError(f"{what} {value[:40]!r} holds characters that UTF-8 cannot carry: leave them out.")
-    return value
-
-
-def _identifier(what: str, value: object) -> str:
-    text = _text(what, value)
-    problem = wire.name_problem(text)
-    if len(text) > wire.MAX_ID_CHARS:
-        problem = f"it has {len(text)} characters; at most {wire.MAX_ID_CHARS} are allowed"
-    if problem is not None:
-        raise ValueError(f"{what} {text[:40]!r} cannot be used: {problem}. Choose a short printable {what}.")
-    return text
+def _given(argument: object, variable: str, default: str | None = None) -> object:
+    """The argument; for None or an empty text the variable, then the default."""
+    # By type, because some objects (arrays) have no truth value.
+    if argument is None or (isinstance(argument, str) and not argument):
+        return _env(variable) or default
+    return argument
 
 
 def _mode(mode: object) -> Mode:
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(
-            f"mode {mode!r} is unknown: use one of {', '.join(MODES)} (argument `mode` or GRADIOMETER_MODE)."
+            f"mode {shown(mode)[:80]} is unknown: use one of {', '.join(MODES)} (argument `mode` or GRADIOMETER_MODE)."
         )
-    return mode
+    return cast(Mode, mode)
 
 
-def _url(url: object) -> str:
-    if isinstance(url, str) and values.encodable(url) != url:
+def _spool(path: object) -> Path:
+    given = _given(path, "SPOOL")
+    return spool.default_root() if given is None else arguments.folder("spool", given, "GRADIOMETER_SPOOL")
+
+
+def _resume(resume: object, run_id: object) -> Resume | None:
+    if resume is None:
+        return None
+    if not isinstance(resume, str) or resume not in RESUMES:
         raise ValueError(
-            f"url {address.shown(url)!a} holds characters that UTF-8 cannot carry: leave them out."
+            f"resume={shown(resume)[:80]} is unknown: use one of {', '.join(RESUMES)} (argument `resume` or "
+            "GRADIOMETER_RESUME)."
         )
-    text = _text("url", url).strip().rstrip("/")
-    address.refuse_credentials(text)
-    try:
-        parts = urllib.parse.urlsplit(text)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        # urlsplit leaves out line breaks in silence; the address of a server has no query.
-        valid = valid and text.isprintable() and not set(" ?#").intersection(text)
-    except ValueError:
-        valid = False
-    if not valid:
+    if resume in ("allow", "must") and run_id is None:
         raise ValueError(
-            f"url {address.shown(text)!r} is not the address of a server: give something like {DEFAULT_URL} "
-            "(argument `url` or GRADIOMETER_URL)."
+            f"resume={resume!r} needs to know the run: pass run_id=... or set GRADIOMETER_RUN_ID, or let "
+            "resume='auto' find it."
         )
-    return text
-
-
-def _tags(tags: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
-        raise ValueError(f"tags {tags!r} is not a list of strings: pass tags=['a', 'b'].")
-    return tuple(_text("a tag", tag) for tag in tags)
-
-
-def _config(config: Mapping[str, Any] | object | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if not isinstance(config, Mapping):
-        try:
-            config = vars(config)
-        except TypeError:
-            raise ValueError(
-                f"config is a {type(config).__name__}: pass a dict, a dataclass or an argparse.Namespace."
-            ) from None
-    return cast(dict[str, Any], values.plain(config))
-
-
-def _check_resume(resume: object, run_id: str | None) -> None:
-    if resume not in (None, "allow"):
-        raise ValueError(
-            f"resume={resume!r} is unknown: pass resume='allow' with a run_id to continue a run as a new attempt."
-        )
-    if resume == "allow" and run_id is None:
-        raise ValueError("resume='allow' needs to know the run: pass run_id=... or set GRADIOMETER_RUN_ID.")
-
-
-def _start_step(step: object) -> int:
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= wire.MAX_STEP:
-        raise ValueError(
-            f"start_step {step!r} is not a step: pass the number of optimizer steps that the checkpoint has completed."
-        )
-    return step
+    return cast(Resume, resume)
 
 
 def _flight_recorder(given: object) -> Path | None:
-    if given is None:
-        given = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}.get(
-            (_env("FLIGHT_RECORDER") or "off").lower(), _env("FLIGHT_RECORDER")
-        )
-    if isinstance(given, bool):
-        return Path.cwd() / DUMPS_FOLDER if given else None
-    if isinstance(given, (str, os.PathLike)) and os.fspath(given):
-        return Path(os.fspath(given)).expanduser().absolute()
-    raise ValueError(
-        f"flight_recorder {given!r} is not a folder: pass a path, True or False, or set GRADIOMETER_FLIGHT_RECORDER."
+    found = arguments.flag_or_folder(
+        "flight_recorder", _given(given, "FLIGHT_RECORDER", "off"), "GRADIOMETER_FLIGHT_RECORDER"
     )
+    if isinstance(found, bool):
+        return Path.cwd() / DUMPS_FOLDER if found else None
+    return found.absolute()
 
 
 def _max_dumps(text: str | None) -> int:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import wire
+from gradiometer.plain import encodable as encodable
+from gradiometer.plain import plain as plain
 
 if TYPE_CHECKING:
     import torch
@@ -137,42 +139,3 @@ def _as_scalar_tensor(name: str, tensor: Any) -> torch.Tensor:
             f"{name} is a sharded, complex, sparse, quantized, meta or transformed {type(tensor).__name__}",
         )
     return local
-
-
-def plain(value: object, outer: tuple[int, ...] = ()) -> Any:
-    """`value` as numbers, text, lists and dicts, for a run's config; what is neither becomes its `repr`."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, numbers.Integral):
-        number = int(value)
-        return number if abs(number) < 2**63 else str(number)
-    if isinstance(value, numbers.Real):
-        return _plain_float(float(value))
-    # Something that holds itself is shown, not followed: with two such places the walk would double at each level.
-    if len(outer) >= _MAX_DEPTH or id(value) in outer:
-        return _shown(value)
-    outer = (*outer, id(value))
-    if isinstance(value, Mapping):
-        return {encodable(str(key)): plain(item, outer) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item, outer) for item in value]
-    return _shown(value)
-
-
-def encodable(text: str) -> str:
-    """`text` with what UTF-8 cannot carry (lone surrogates, as in badly decoded file names) replaced by "?"."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _shown(value: object) -> str:
-    try:
-        return encodable(repr(value)[:1000])
-    except Exception:  # noqa: BLE001  a user's __repr__ may fail, and a config must not stop the training
-        return f"<{type(value).__name__}>"
-
-
-def _plain_float(number: float) -> float | str:
-    # JSON has no NaN and no infinity.
-    return number if number - number == 0.0 else repr(number)

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from gradiometer import wire
+from gradiometer.wire import limits
 
-MAX_CONFIG_BYTES: Final = 1024 * 1024
-"""Largest run configuration, encoded: it is read with every run page."""
-MAX_TEXT_CHARS: Final = 64 * 1024
-"""Longest notes."""
-MAX_TAGS: Final = 256
-MAX_DEPTH: Final = 32
-"""Deepest nesting of configuration and event attributes."""
 MAX_SOURCES: Final = 1024
 """Most ranks of one node."""
 MAX_WORLD_SIZE: Final = 1_000_000
@@ -61,23 +53,8 @@ def hello_fault(hello: wire.Hello) -> Fault | None:
 
 
 def _run_fault(run: wire.RunInfo) -> Fault | None:
-    faults = (
-        _label_fault("run.run_id", run.run_id, wire.MAX_ID_CHARS),
-        _label_fault("run.project", run.project, wire.MAX_ID_CHARS),
-        _label_fault("run.name", run.name, wire.MAX_NAME_CHARS),
-        _label_fault("run.group", run.group, wire.MAX_NAME_CHARS) if run.group is not None else None,
-        *(
-            _label_fault(f"run.tags[{i}]", tag, wire.MAX_NAME_CHARS)
-            for i, tag in enumerate(run.tags[:MAX_TAGS])
-        ),
-        _hello("run.tags", f"holds {len(run.tags)} tags; at most {MAX_TAGS}")
-        if len(run.tags) > MAX_TAGS
-        else None,
-        _text_fault("run.notes", run.notes),
-        None if math.isfinite(run.created_s) else _hello("run.created_s", f"is {run.created_s}, not a time"),
-        _config_fault(run.config),
-    )
-    return next((fault for fault in faults if fault is not None), None)
+    """Of what names the run. What only describes it was made to fit before (`cleaning`)."""
+    return _label_fault("run.run_id", run.run_id) or _label_fault("run.project", run.project)
 
 
 def _sources_fault(sources: tuple[wire.SourceInfo, ...]) -> Fault | None:
@@ -102,10 +79,7 @@ def _source_fault(source: wire.SourceInfo) -> Fault | None:
             return _hello(f"{where}.{field}", f"is {value}; it must be from {low} to {high}")
     if not math.isfinite(source.started_s):
         return _hello(f"{where}.started_s", f"is {source.started_s}, not a time")
-    texts = {"host": source.host, **{f"environment[{k!r}]": v for k, v in source.environment.items()}}
-    return next(
-        (f for f in (_text_fault(f"{where}.{k}", v) for k, v in texts.items()) if f is not None), None
-    )
+    return None
 
 
 def _hello(field: str, what: str) -> Fault:
@@ -116,45 +90,11 @@ def _hello(field: str, what: str) -> Fault:
     )
 
 
-def _label_fault(field: str, text: str, max_chars: int) -> Fault | None:
-    problem = wire.name_problem(text)
-    if problem is None and len(text) > max_chars:
-        problem = f"it has {len(text)} characters"
+def _label_fault(field: str, text: str) -> Fault | None:
+    problem = limits.label_problem(text, limits.MAX_ID_CHARS)
     if problem is None:
         return None
-    return _hello(field, f"cannot be used: {problem} (1 to {max_chars} printable characters)")
-
-
-def _text_fault(field: str, text: str) -> Fault | None:
-    if len(text) > MAX_TEXT_CHARS:
-        return _hello(field, f"has {len(text)} characters; at most {MAX_TEXT_CHARS}")
-    return None
-
-
-def _config_fault(config: Mapping[str, Any]) -> Fault | None:
-    problem = structure_problem(config)
-    if problem is not None:
-        return _hello("run.config", f"cannot be kept: {problem}")
-    size = len(msgspec.msgpack.encode(config))
-    if size > MAX_CONFIG_BYTES:
-        return _hello("run.config", f"takes {size} bytes; at most {MAX_CONFIG_BYTES}")
-    return None
-
-
-def structure_problem(value: Any, path: str = "", depth: int = 0) -> str | None:
-    """Where `value` is nested too deeply or has a key that is no text, or None. Leaves may be anything."""
-    if depth > MAX_DEPTH:
-        return f"{path[:200]} is nested deeper than {MAX_DEPTH} levels"
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-        wrong = next((key for key in value if not isinstance(key, str)), None)
-        if wrong is not None:
-            return f"{path[:200] or 'the top level'} has the key {wrong!r:.80}, which is not a text"
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    problems = (structure_problem(item, f"{path}[{key!r:.80}]", depth + 1) for key, item in items)
-    return next((problem for problem in problems if problem is not None), None)
+    return _hello(field, f"cannot be used: {problem} (1 to {limits.MAX_ID_CHARS} printable characters)")
 
 
 def record_fault(record: wire.Record, schemas: Mapping[int, KnownSchema]) -> Fault | None:
@@ -298,7 +238,7 @@ def _event_fault(event: wire.Event) -> Fault | None:
         return _bad("invalid_time", f"{what}: time is {event.time}", _AGENT_BUG)
     if event.step is not None and not 0 <= event.step <= wire.MAX_STEP:
         return _bad("step_out_of_range", f"{what}: step {event.step} is not from 0 to {wire.MAX_STEP}", _STEP)
-    problem = structure_problem(event.attributes)
+    problem = limits.structure_problem(event.attributes)
     if problem is not None:
         return _bad("invalid_event", f"{what}: attributes: {problem}", _PLAIN)
     return _attributes_fault(what, event)

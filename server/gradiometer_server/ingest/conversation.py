@@ -65,7 +65,7 @@ class Conversation:
             ProtocolError: the hello cannot be used; fatal.
             StoreUnavailable: try again later.
         """
-        self._session.hello(hello)
+        hello = self._session.hello(hello)
         self._run_key = run_key(hello.run.run_id)
         for source, row, schemas in await _in_thread(lambda: self._register(hello)):
             self._source_ids[source] = row.source_id

@@ -9,12 +9,16 @@ source (`resume`), makes `Accepted.entries` durable, and only then sends `Accept
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gradiometer import wire
 from gradiometer_server.errors import ProtocolError
 from gradiometer_server.ingest.checks import Fault, KnownSchema, hello_fault, known_schema, record_fault
+from gradiometer_server.ingest.cleaning import cleaned
+
+logger = logging.getLogger(__name__)
 
 SourceName = tuple[int, int]
 """(rank, attempt): names a source within a run."""
@@ -66,8 +70,11 @@ class Session:
         """Public id of the run that said hello; None before."""
         return self._run_id
 
-    def hello(self, hello: wire.Hello) -> None:
+    def hello(self, hello: wire.Hello) -> wire.Hello:
         """Check a hello; it may come again when another rank of the node appears.
+
+        Returns:
+            The hello with a description of the run that can be kept.
 
         Raises:
             ProtocolError: fatal, with the field and the remedy.
@@ -83,6 +90,10 @@ class Session:
                 fatal=True,
             )
         self._run_id = hello.run.run_id
+        hello, changed = cleaned(hello)
+        if changed:
+            logger.warning("run %s: made to fit: %s", self._run_id, ", ".join(changed))
+        return hello
 
     def resume(self, source: SourceName, *, acked_seq: int, schemas: Mapping[int, KnownSchema]) -> None:
         """Tell what the store holds of a source: its last durable record and the schemas it declared."""

@@ -138,10 +138,22 @@ def test_a_value_whose_conversion_explodes_does_not_reach_the_training(spool, ca
 
     with gm.init(mode="offline") as run:
         run.log({"x": Trap()})
-        run.log(None)
         run.log({"x": 1.0})
-    assert run.failures == {"log": 2}
+    assert run.failures == {"log": 1}
     assert recorded(run.directory).points["x"][max(recorded(run.directory).points["x"])] == 1.0
+
+
+def test_what_is_no_mapping_is_counted_and_told_once(spool, caplog):
+    with gm.init(mode="offline") as run:
+        for metrics in (5, None, "loss", [("loss", 1.0)], {"x"}):
+            run.log(metrics)
+        run.log({"x": 1.0})
+        assert run.failures == {}
+        assert run.dropped == {"what was logged is not a mapping of names to numbers": 5}
+    [told] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "(5)" in told.getMessage()
+    assert told.exc_info is None
+    assert recorded(run.directory).points["x"] == {5: 1.0}
 
 
 def test_alerts_and_marks(spool):

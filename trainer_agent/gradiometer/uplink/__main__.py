@@ -55,6 +55,7 @@ def _run(directory: Path, url: str, ready: Callable[[], None]) -> int:
             ready()
             return 0
         # Not at the top: a launcher, and a process that finds the lock taken, need no WebSocket client.
+        from gradiometer.credentials import token_from_environment
         from gradiometer.spool import linger_from_environment
         from gradiometer.uplink.sidecar import Options, Uplink
         from gradiometer.uplink.transport import check_url
@@ -63,7 +64,7 @@ def _run(directory: Path, url: str, ready: Callable[[], None]) -> int:
         uplink = Uplink(
             directory,
             url=check_url(url),
-            token=os.environ.get("GRADIOMETER_TOKEN"),
+            token=token_from_environment(),
             lock=lock,
             options=Options(linger_s=linger_from_environment()),
             ready=ready,

@@ -20,6 +20,7 @@ from websockets.version import version as websockets_version
 
 from gradiometer import wire
 from gradiometer.address import refuse_credentials, shown
+from gradiometer.credentials import checked_token
 
 INGEST_PATH: Final = "/api/v1/ingest"
 _OPEN_TIMEOUT_S: Final = 10.0
@@ -202,7 +203,8 @@ def _post(url: str, token: str | None, body: bytes) -> bytes:
 
 
 def _authorization(token: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    # Checked again: what refuses a bad header quotes it.
+    return {"Authorization": f"Bearer {checked_token(token)}"} if token else {}
 
 
 def _is_loopback(address: str) -> bool:
