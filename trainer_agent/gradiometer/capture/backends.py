@@ -21,6 +21,10 @@ class Found:
         self.dense: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
         self.sparse: list[tuple[int, torch.Tensor]] = []
 
+    def rows(self) -> list[int]:
+        """Of all gradients."""
+        return [row for rows, _ in self.dense.values() for row in rows] + [row for row, _ in self.sparse]
+
     def add(self, row: int, gradient: torch.Tensor) -> None:
         """A gradient that is not empty, and its row in the table."""
         if gradient.layout != torch.strided:

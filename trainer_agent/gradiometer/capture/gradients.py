@@ -17,6 +17,7 @@ import torch
 from gradiometer import wire
 from gradiometer.capture import layout, statistics
 from gradiometer.capture.backends import Backends, Blocks, Found, OnlyNorms, known_finite
+from gradiometer.capture.backlog import BEHIND, Backlog, Hold
 from gradiometer.capture.layout import Layout, Places
 from gradiometer.capture.readback import Readback
 from gradiometer.capture.statistics import Floats
@@ -34,6 +35,7 @@ class Partials:
         layout: what the rows mean.
         blocks: row numbers in the table, and the rows.
         statistics: the columns: `wire.STATISTICS` or `wire.NORM_STATISTICS`.
+        holds: their memory, on the reader's account.
         unread: rows whose gradient exists but could not be read; see `wire.STATISTICS` for how that is told.
     """
 
@@ -41,6 +43,7 @@ class Partials:
     blocks: Blocks
     statistics: tuple[str, ...] = wire.STATISTICS
     unread: tuple[int, ...] = ()
+    holds: tuple[Hold, ...] = ()
 
     def table(self) -> Floats:
         """Float64, shape (layers, statistics), multiplied by the loss scale if the gradients were. Agent thread only."""
@@ -61,6 +64,7 @@ def combine(pieces: Sequence[tuple[Partials, Readback | None]]) -> tuple[Partial
     common = wire.STATISTICS if is_full else wire.NORM_STATISTICS
     blocks: list[tuple[list[int], Readback]] = []
     unread: list[int] = []
+    holds: list[Hold] = []
     for partials, scale in pieces:
         # Rows mean something else where an optimizer got another group in the middle of a step.
         if partials.layout is newest.layout:
@@ -68,7 +72,10 @@ def combine(pieces: Sequence[tuple[Partials, Readback | None]]) -> tuple[Partial
                 read = found if partials.statistics == common else OnlyNorms(found)
                 blocks.append((rows, read if scale is None else _Unscaled(read, scale, common)))
             unread += partials.unread
-    return replace(newest, blocks=tuple(blocks), statistics=common, unread=tuple(unread)), None
+            holds += partials.holds
+    return replace(
+        newest, blocks=tuple(blocks), statistics=common, unread=tuple(unread), holds=tuple(holds)
+    ), None
 
 
 class _Unscaled:
@@ -144,7 +151,7 @@ class GradientReader:
         self._layout: Layout | None = None
         self._unread: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
-        self._cadence, self._backends = cadence, Backends()
+        self._cadence, self._backends, self._backlog = cadence, Backends(), Backlog()
 
     @property
     def layout(self) -> Layout:
@@ -199,8 +206,12 @@ class GradientReader:
             found.add(row, gradient)
         if len(self._unread) > num_unread:
             self._tell_unread(current)
+        if self._backlog.is_full():
+            self._unavailable("grad/layers", BEHIND)
+            return Partials(layout=current, blocks=(), unread=(*unread, *found.rows()))
         blocks, names = self._read(found)
-        return Partials(layout=current, blocks=blocks, statistics=names, unread=tuple(unread))
+        hold = self._backlog.hold(sum(8 * len(names) * len(rows) for rows, _ in blocks))
+        return Partials(layout=current, blocks=blocks, statistics=names, unread=tuple(unread), holds=(hold,))
 
     def _read(self, found: Found) -> tuple[Blocks, tuple[str, ...]]:
         """Rows of all statistics, or of those of a norm alone, and which they are."""

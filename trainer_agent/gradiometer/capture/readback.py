@@ -43,7 +43,8 @@ class CudaReadback:
 
     # Hot path: training thread. Two asynchronous launches; must not synchronise.
     def __init__(self, tensor: torch.Tensor) -> None:
-        # torch's caching host allocator hands out a pinned block again only after the copies into it are done.
+        # torch's caching host allocator hands out a pinned block again only after the copies into it are done, so it is
+        # the ring of slots that one would write here: see docs/decisions/0013-pinned-memory.md.
         # The device is named, because torch.set_default_device would choose another.
         self._pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._pinned.copy_(tensor, non_blocking=True)
