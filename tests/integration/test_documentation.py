@@ -75,7 +75,8 @@ def test_the_examples_run_and_can_be_read_back(
     server: Callable[..., Server], spool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = server()
-    steps = {"minimal": 300, "accumulation": 200}
+    frameworks = {"huggingface_trainer": 100, "lightning_trainer": 100, "accelerate_loop": 100}
+    steps = {"minimal": 300, "accumulation": 200} | frameworks
     for name, last_step in steps.items():
         run_program([str(ROOT / "examples" / f"{name}.py")], running, monkeypatch)
 
@@ -87,7 +88,7 @@ def test_the_examples_run_and_can_be_read_back(
 
         eventually(arrived, 30)
     told = run_program([str(ROOT / "examples" / "query.py"), running.url], running, monkeypatch)
-    assert "examples/accumulation: finished, step 200" in told
+    assert f"examples/{name}: finished, step {last_step}" in told
     assert "mean" in told
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == {*steps, "query", "fsdp2_torchrun"}
 

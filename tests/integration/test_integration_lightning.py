@@ -218,7 +218,8 @@ def test_manual_optimization_of_two_networks_is_seen_before_the_clip(tmp_path, s
     plugins = [InFloat32("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if scaled else None
     module = Pair()
     trainer_of(tmp_path, [callback], plugins=plugins).fit(module, data())
-    out = finished(callback.run)
+    # Lightning unscales in `optimizer.step()`, so that clipping by hand before it is a mistake that is easy to make.
+    out = finished(callback.run, mistakes=("clip_before_unscale",) if scaled else ())
     scale = 65536.0 if scaled else 1.0
     for index, prefix in enumerate(("first", "second")):
         rows = {name: row for name, row in out.layers.items() if f"{prefix}." in name}

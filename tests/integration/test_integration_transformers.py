@@ -10,6 +10,7 @@ from torch import nn
 
 import gradiometer as gm
 from tests.integration.framework_runs import digest, finished, marks, norms
+from tests.support.eventually import eventually
 
 with warnings.catch_warnings():
     # What the library and what it imports deprecate while they are imported is not our business.
@@ -156,12 +157,15 @@ def test_weights_are_bit_identical_with_the_callback(tmp_path):
         assert line.get("loss") == bare_line.get("loss")
 
 
-def test_R14_a_loss_that_is_not_finite_is_told_at_its_step_though_the_trainer_hides_it(tmp_path):
-    class Poisoned(InOrder):
-        def compute_loss(self, model, inputs, return_outputs=False, **options):
-            loss = super().compute_loss(model, inputs, return_outputs, **options)
-            return loss * float("nan") if self.state.global_step == 9 else loss
+class Poisoned(InOrder):
+    """The loss of step 10 is NaN, and with it all weights from then on."""
 
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        loss = super().compute_loss(model, inputs, return_outputs, **options)
+        return loss * float("nan") if self.state.global_step == 9 else loss
+
+
+def test_R14_a_loss_that_is_not_finite_is_told_at_its_step_though_the_trainer_hides_it(tmp_path):
     callback = GradiometerCallback()
     trainer = trainer_of(
         tiny_gpt2(), tmp_path, [callback], trainer=Poisoned, max_steps=14, logging_steps=1, max_grad_norm=0.0
@@ -177,6 +181,26 @@ def test_R14_a_loss_that_is_not_finite_is_told_at_its_step_though_the_trainer_hi
         "the trainer no longer hides it: take this test for what it was"
     )
     assert all(out.points["train/logged_loss"][step] == logged[step - 1] for step in range(1, 15))
+
+
+@pytest.mark.slow
+def test_R14_the_alert_is_of_the_step_itself(tmp_path, server, monkeypatch):
+    running = server()
+    monkeypatch.setenv("GRADIOMETER_MODE", "online")
+    monkeypatch.setenv("GRADIOMETER_URL", running.url)
+    callback = GradiometerCallback()
+    trainer_of(
+        tiny_gpt2(), tmp_path, [callback], trainer=Poisoned, max_steps=14, logging_steps=1, max_grad_norm=0.0
+    ).train()
+    callback.finish()
+
+    def alerted():
+        alerts = running.get(f"/runs/{callback.run.id}/alerts")["alerts"]
+        critical = [alert for alert in alerts if alert["severity"] == "critical"]
+        assert [(alert["metric"], alert["first_step"]) for alert in critical] == [("train/loss", 10)]
+        return True
+
+    eventually(alerted, 30)
 
 
 class Accepts(nn.Module):

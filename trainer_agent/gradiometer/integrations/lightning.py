@@ -213,6 +213,11 @@ class GradiometerCallback(_Callback):
                 self._logger.open(**options)
         self._guarded(self._begin, trainer)
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A micro-batch begins: the flight recorder keeps it, if there is one."""
+        if self._session.is_open and self._session.run is not None:
+            self._session.run.record_batch(batch)
+
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

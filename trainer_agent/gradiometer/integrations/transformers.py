@@ -158,6 +158,10 @@ class GradiometerCallback(TrainerCallback):
 
     # Hot path: training thread, once per micro-batch.
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.run is not None:
+            self.run.record_batch(
+                kwargs["inputs"] if "inputs" in kwargs else args[1] if len(args) > 1 else None
+            )
         loss = original(*args, **kwargs)
         self._guarded(self._losses.add, loss)
         return loss
