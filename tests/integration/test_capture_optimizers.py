@@ -349,3 +349,27 @@ def test_a_step_that_ends_late_says_how_things_were_when_it_stepped(play):
     ] == [(3, "0")]
     assert out.points["scaler/scale"] == {1: 1024.0, 2: 2048.0, 3: 4096.0, 4: 2048.0}
     assert out.points["scaler/skipped"] == {1: 0.0, 2: 0.0, 3: 1.0, 4: 0.0}
+
+
+def test_inside_a_cuda_graph_nothing_is_touched_and_that_is_told(play, monkeypatch):
+    """There is no GPU here: the test only says that a graph is being captured, and that the model is on one."""
+    model = make()
+    optimizer = sgd(model.parameters())
+
+    def loop(run):
+        run.watch(model, optimizer)
+        loss_of(model).backward()
+        optimizer.step()
+        watch = run._watches._watches[0]
+        monkeypatch.setattr(watch, "_device", torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for _ in range(3):
+            loss_of(model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        assert run.step == 1
+        monkeypatch.setattr(watch, "_device", torch.device("cpu"))
+
+    out = play(loop)
+    assert list(out.layers["0.weight"]) == [1]
+    assert "inside a CUDA graph" in out.unavailable()["grad/layers"]

@@ -31,6 +31,7 @@ from gradiometer.guard import Guard
 from gradiometer.reports import Report
 
 ABANDONED: Final = "capture in a forked child"
+IN_CUDA_GRAPH: Final = "the optimizer steps inside a CUDA graph, whose replays nobody can see: log with step="
 
 
 class Watch:
@@ -180,6 +181,10 @@ class Watch:
 
     def _enter(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a piece of the capture: guarded, and on the agent's account."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Memory and events of ours would break the user's graph, and its replays run no Python.
+            self._unavailable("grad/layers", IN_CUDA_GRAPH)
+            return None
         started_s = time.perf_counter()
         result = self._guard.call(self._step_part, function, *args)
         self._guard.spent_s += time.perf_counter() - started_s
@@ -322,9 +327,6 @@ class Watch:
 
     def _capture(self, reading: StepReading) -> None:
         reading.forget_gradients()
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._unavailable("grad/layers", "the optimizer step runs inside a CUDA graph")
-            return
         if all(other.partials is None for other in self._readings):
             self._clip_norm.forget()
             for observer in self._observers:

@@ -121,6 +121,8 @@ class ForwardProbe:
         tensor = first_floating(output)
         if tensor is None or scalars.is_transformed(tensor) or tensor.numel() == 0:
             return
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
         with torch.no_grad():
             self._loose += torch.aminmax(tensor.detach())
         self._order.append(name)

@@ -94,7 +94,13 @@ def largest(parts: Sequence[Readback]) -> Readback | None:
 
 
 def start(tensor: torch.Tensor) -> Readback:
-    """Begin to bring `tensor`, which nobody else will change, to the host."""
+    """Begin to bring `tensor`, which nobody else will change, to the host.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, which pinned memory and events of ours would break.
+    """
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("inside a CUDA graph no value can be brought to the host")
     return CudaReadback(tensor) if tensor.is_cuda else HostReadback(tensor)
 
 
