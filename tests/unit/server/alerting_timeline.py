@@ -6,6 +6,7 @@ A timeline is a list of folded items in the order in which the fold would hand t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,8 +105,27 @@ def healthy(first: int, last: int, **options: Any) -> list[Folded]:
 
 
 def run(items: Iterable[Folded], engine: AlertEngine | None = None) -> dict[str, Episode]:
-    """Newest form of every episode by id, in the order of opening."""
-    engine = engine or AlertEngine.restore([], [])
+    """Newest form of every episode by id, in the order of opening.
+
+    A fresh engine must say the same of a run whose other statistics than norms are read in one step of 50.
+    """
+    if engine is None:
+        items = list(items)
+        found = _run(items, AlertEngine.restore([], []))
+        assert _run([at_cadence(item) for item in items], AlertEngine.restore([], [])) == found
+        return found
+    return _run(items, engine)
+
+
+def at_cadence(item: Folded) -> Folded:
+    """`item` as the fold hands it on where only norms are read in most steps."""
+    if isinstance(item, FoldedLayers) and item.step % 50 != 1:
+        kept = {name: item.statistics[name] for name in ("norm", "num_nonfinite")}
+        return replace(item, statistics=kept)
+    return item
+
+
+def _run(items: Iterable[Folded], engine: AlertEngine) -> dict[str, Episode]:
     found: dict[str, Episode] = {}
     for item in items:
         for episode in engine.observe(item):

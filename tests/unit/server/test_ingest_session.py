@@ -231,6 +231,12 @@ BAD_RECORDS: list[tuple[str, wire.Record | bytes, str, str]] = [
     ("no columns", columns(schema_id=5), "invalid_schema", "0 columns"),
     ("schema twice", columns("z", schema_id=1), "repeated_schema", "a second time"),
     ("negative schema id", columns("z", schema_id=-1), "invalid_schema", "schema -1"),
+    (
+        "environment without facts",
+        wire.Event(kind="environment", time=1.0, attributes={"facts": "fast"}),
+        "invalid_event",
+        "expected dict",
+    ),
     ("unknown statistic", layers(WEIGHT, statistics=("count", "median")), "unknown_statistics", "median"),
     ("no norm", layers(WEIGHT, statistics=("count", "num_nonfinite")), "unknown_statistics", "sum_squares"),
     ("other order", layers(WEIGHT, statistics=("count", "num_nonfinite", "sum_squares")), "unknown_statistics", "order"),
