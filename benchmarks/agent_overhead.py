@@ -1,6 +1,6 @@
 """What watching every gradient in every step costs: the agent at each tier beside other tools, in one process.
 
-    python benchmarks/agent_overhead.py [--models gpt2-64 gpt2-512 resnet50 small] [--rounds 7] [--steps 2]
+    python benchmarks/agent_overhead.py [--models gpt2-64 gpt2-512 resnet50 small] [--rounds 5] [--steps 2]
 
 In every round each tool is attached, takes one step to settle, is timed for `--steps` steps and is taken off; the
 order is shuffled anew. The machine may be busy, so only CPU time counts (one torch thread), and only as ratios:
@@ -9,7 +9,7 @@ order is shuffled anew. The machine may be busy, so only CPU time counts (one to
  - *step*: CPU time of the whole process per step over that of the bare step, which includes the tool's other threads;
  - *others*: CPU time of the tool's child processes per step, as a share of the bare step.
 Peers are in `peers.txt`; one that is not installed is reported as absent. Writes
-`benchmarks/results/agent_overhead_<date>.json`.
+`benchmarks/results/agent_overhead_<model>_<date>.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import random
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -237,52 +236,49 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(1)
     random.seed(0)
     torch.manual_seed(0)
-    results, absent = [], []
     for key in options.models:
-        workload = WORKLOADS[key]()
-        samples, absent = measure(workload, options.rounds, options.steps)
-        bare_s = statistics.median(samples[BARE]["step"])
-        rows = ratios(samples)
-        show(workload, rows, bare_s)
-        results.append(
-            {
-                "workload": workload.name,
-                "parameters": workload.num_parameters,
-                "tensors": workload.num_tensors,
-                "bare_step_cpu_ms": round(1e3 * bare_s, 1),
-                "rows": rows,
-            }
-        )
-    print("\n".join(f"absent: {line}" for line in absent))
-    now = datetime.datetime.now(datetime.UTC)
+        result = result_of(WORKLOADS[key](), options.rounds, options.steps)
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"agent_overhead_{key}_{result['date'][:10]}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def result_of(workload: Workload, rounds: int, num_steps: int) -> dict[str, Any]:
+    """Measure one model, show it, and describe where it was measured."""
+    samples, absent = measure(workload, rounds, num_steps)
+    bare_s = statistics.median(samples[BARE]["step"])
+    rows = ratios(samples)
+    show(workload, rows, bare_s)
+    print("\n".join(f"absent: {line}" for line in absent), flush=True)
     kernel = native.load()
-    machine = {
-        "cores": os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "avx2": kernel is not None and kernel.uses_avx2,
-    }
-    result = {
+    return {
         "benchmark": "agent_overhead",
-        "date": now.isoformat(timespec="seconds"),
-        "machine": machine,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "cores": os.cpu_count(),
+            "load_1min": round(os.getloadavg()[0], 2),
+            "system": platform.system(),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "avx2": kernel is not None and kernel.uses_avx2,
+        },
         "packages": {package: version_of(package) for package in PACKAGES},
-        "rounds": options.rounds,
-        "steps_per_round": options.steps,
+        "workload": workload.name,
+        "parameters": workload.num_parameters,
+        "tensors": workload.num_tensors,
+        "bare_step_cpu_ms": round(1e3 * bare_s, 1),
+        "rounds": rounds,
+        "steps_per_round": num_steps,
         "absent": absent,
-        "results": results,
+        "rows": rows,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"agent_overhead_{now.date()}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

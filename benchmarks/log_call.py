@@ -23,7 +23,6 @@ import platform
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from array import array
@@ -295,4 +294,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
