@@ -26,7 +26,7 @@ def batch_of(rank, step):
 
 
 def wrap(kind, model, world_size):
-    if kind == "ddp":
+    if kind in ("ddp", "broken"):
         return nn.parallel.DistributedDataParallel(model)
     if kind == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -50,6 +50,8 @@ def main():
     model = wrap(kind, Net(), world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.watch(model, optimizer)
+    if kind == "broken" and rank == BAD_RANK:
+        break_recorder()
     reference = Net()
     saved = None
     for step in range(1, STEPS + 1):
@@ -68,6 +70,16 @@ def main():
     (out / f"rank{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def break_recorder():
+    """On this rank alone the recorder cannot look at the gradients."""
+    from gradiometer.capture import flight_recorder
+
+    def fail(_parameters):
+        raise MemoryError("no room to look")
+
+    flight_recorder._all_finite = fail
 
 
 def whole(parameter):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +22,8 @@ from tests.support.server import Server
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1"])
-def test_all_ranks_save_the_step_that_one_of_them_spoiled(
-    kind: str, server: Callable[..., Server], spool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one = server()
+def train(kind, one, tmp_path):
+    """Run the training under torchrun against a server."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(Path(flight_ranks.__file__)), kind, str(tmp_path / "dumps"), str(tmp_path)]
     environment = {
@@ -35,6 +32,15 @@ def test_all_ranks_save_the_step_that_one_of_them_spoiled(
     }  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1"])
+def test_all_ranks_save_the_step_that_one_of_them_spoiled(
+    kind: str, server: Callable[..., Server], spool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = server()
+    train(kind, one, tmp_path)
     said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert [rank["failures"] for rank in said] == [{}, {}]
 
@@ -70,3 +76,18 @@ def test_all_ranks_save_the_step_that_one_of_them_spoiled(
         str(folder),
     )
     assert saved["num_bytes"] == dump.folder_bytes(folder)
+
+
+@pytest.mark.slow
+def test_a_recorder_that_breaks_on_one_rank_ends_on_all_and_holds_nobody_up(
+    server: Callable[..., Server], spool: Path, tmp_path: Path
+) -> None:
+    one = server()
+    started_s = time.monotonic()
+    train("broken", one, tmp_path)
+    assert time.monotonic() - started_s < 100, "a rank waited for the other's recorder"
+    said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["failures"] for rank in said] == [{"flight recorder": 1}] * 2
+    assert not list(tmp_path.glob("dumps/*/*"))
+    eventually(lambda: one.get("/runs/broken")["state"] == "finished", 30)
+    assert "rank 1 cannot tell" in one.get("/runs/broken")["unavailable"]["flight recorder"]

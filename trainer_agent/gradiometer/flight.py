@@ -49,6 +49,7 @@ class FlightDesk:
         emit: takes a report; must not wait.
         asked: set by the agent's thread when the server asks for a dump, taken by the training thread.
         batches: what the user recorded in the step under way, by reference.
+        begin_step: the recorder's, while it works: called with every batch.
     """
 
     folder: Path
@@ -62,9 +63,10 @@ class FlightDesk:
     begin_step: Callable[[], None] | None = None
 
     def record(self, batch: Any) -> None:
-        """Keep a micro-batch of the step under way until the step ends."""
-        if self.begin_step is not None:
-            self.begin_step()
+        """Keep a micro-batch of the step under way until the step ends; nothing where no recorder would let it go."""
+        if self.begin_step is None:
+            return
+        self.begin_step()
         if len(self.batches) < MAX_BATCHES:
             self.batches.append(batch)
 
@@ -94,4 +96,4 @@ class RecordsBatches:
         strings and containers of them. Without it, what the model's forward was called with is saved.
         """
         if self._flight is not None:
-            self._guard.tolerate("flight recorder", self._flight.record, batch)
+            self._guard.entered_tolerantly("flight recorder", self._flight.record, batch)

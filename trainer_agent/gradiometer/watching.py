@@ -124,7 +124,13 @@ class Watches:
 
         assert self.flight is not None
         recorder = FlightRecorder(
-            model, found.all, scaler, self.flight, start_step=start_step, unavailable=self._unavailable
+            model,
+            found.all,
+            scaler,
+            self.flight,
+            start_step=start_step,
+            unavailable=self._unavailable,
+            guard=self._guard,
         )
         watch.observers.append(recorder)
 
@@ -132,8 +138,8 @@ class Watches:
         """See `Run.unwatch`."""
         from gradiometer.capture import optimizers
 
-        inner = optimizers.unwrap(optimizer)
-        for watch in [watch for watch in self._watches if watch.is_for(inner)]:
+        given = list(optimizers.each(optimizer))
+        for watch in [watch for watch in self._watches if any(map(watch.is_for, given))]:
             self._watches.remove(watch)
             gone = set(map(id, watch.observers))
             self._loss_observers = [one for one in self._loss_observers if id(one) not in gone]

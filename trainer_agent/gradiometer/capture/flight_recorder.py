@@ -24,6 +24,7 @@ from gradiometer.capture import dump, forward, layout, scaling
 from gradiometer.capture.agreement import Agreement
 from gradiometer.capture.observer import StepScalars
 from gradiometer.flight import MAX_BATCHES, FlightDesk
+from gradiometer.guard import Guard
 from gradiometer.recorder import QUIET_STEPS, is_loss
 
 _log: Final = logging.getLogger(__name__)
@@ -96,10 +97,11 @@ class FlightRecorder:
         *,
         start_step: int,
         unavailable: Callable[[str, str], None],
+        guard: Guard,
     ) -> None:
         self._model, self._optimizers, self._desk = model, tuple(optimizers), desk
         self._scaler = scaler if scaling.is_active(scaler) else None
-        self._unavailable = unavailable
+        self._unavailable, self._guard = unavailable, guard
         self._step = start_step
         self._agreement: Agreement | None = None
         self._decided_step: int | None = None
@@ -123,13 +125,19 @@ class FlightRecorder:
             ]
 
     def see_forward(self, args: Any, kwargs: Any) -> None:
-        """The model is called: a micro-batch."""
+        """The model is called: a micro-batch. Tolerant, because a recorder that is off on one rank keeps the others waiting."""
+        self._guard.entered_tolerantly(self.part, self._keep_forward, args, kwargs)
+
+    def _keep_forward(self, args: Any, kwargs: Any) -> None:
         self._begin_step()
         if len(self._forwards) < MAX_BATCHES:
             self._forwards.append({"args": args, "kwargs": kwargs})
 
     def see_output(self, output: Any) -> None:
         """The model has returned: keep the extremes, for the case that the gradients are not finite."""
+        self._guard.entered_tolerantly(self.part, self._keep_output, output)
+
+    def _keep_output(self, output: Any) -> None:
         tensor = forward.first_floating(output)
         if tensor is not None and tensor.numel() and len(self._extremes) < 2 * MAX_BATCHES:
             with torch.no_grad():
@@ -150,6 +158,14 @@ class FlightRecorder:
         if self._decided_step == step:
             return
         self._decided_step = step
+        try:
+            self._decide(step)
+        except Exception:
+            # The guard switches this part off; nobody would let go of what the hooks keep.
+            self.close()
+            raise
+
+    def _decide(self, step: int) -> None:
         if self._agreement is None:
             self._agreement = Agreement()
         code, rank, together = self._agreement.largest(self._own_word(step), step)
@@ -243,6 +259,7 @@ class FlightRecorder:
             if self._scaler is None
             else dump.plain(self._scaler.state_dict(), left_out, "scaler"),
         }
+        own["left_out"] = dict(left_out)
         torch.save(own, partial / dump.rank_file(agreement.rank))
 
     def _write_state(self, partial: Path, agreement: Agreement, left_out: dict[str, str]) -> None:
@@ -302,6 +319,7 @@ class FlightRecorder:
         """See `StepObserver`."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         self._desk.begin_step = None
         self._forget()
 
