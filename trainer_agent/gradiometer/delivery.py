@@ -16,6 +16,10 @@ from gradiometer.settings import Settings
 _log: Final = logging.getLogger(__name__)
 
 _ENSURE_EVERY_S: Final = 10.0
+_ENSURE_SILENT_S: Final = 1.0
+"""How long an uplink that cannot be woken is let be."""
+_SHORTEST_START_S: Final = 1.0
+_STARTS_AT_END: Final = 3
 _LOOK_EVERY_S: Final = 3.0
 
 
@@ -43,22 +47,27 @@ class Delivery:
             self._ensured_s = self._looked_s = time.monotonic()
             self._guard.tolerate("uplink", self._ensure)
 
-    def _ensure(self) -> None:
+    def _ensure(self, patience_s: float = uplink.START_TIMEOUT_S) -> bool:
         with self._ensuring:
             uplink.ensure_running(
-                self._writer.attempt_directory, url=self._settings.url, token=self._settings.token
+                self._writer.attempt_directory,
+                url=self._settings.url,
+                token=self._settings.token,
+                patience_s=patience_s,
             )
+        return True
 
     def appended(self) -> None:
         """There may be more to send. Agent thread."""
         if not self._online:
             return
-        uplink.wake(self._writer.attempt_directory)
+        silent = not uplink.wake(self._writer.attempt_directory)
         now_s = time.monotonic()
-        if now_s - self._ensured_s > _ENSURE_EVERY_S:
+        if now_s - self._ensured_s > (_ENSURE_SILENT_S if silent else _ENSURE_EVERY_S):
             # Somebody may have killed it; the lock in the attempt's folder keeps a second one from starting.
-            self._ensured_s = now_s
-            self._guard.tolerate("uplink", self._ensure)
+            started = self._guard.tolerate("uplink", self._ensure)
+            # One that cannot start is not tried again every second.
+            self._ensured_s = time.monotonic() + (0.0 if started else _ENSURE_EVERY_S)
         if now_s - self._looked_s > _LOOK_EVERY_S:
             self._looked_s = now_s
             self._guard.tolerate("uplink", self._tell_trouble)
@@ -88,19 +97,31 @@ class Delivery:
         """Wait for the delivery of everything until `due_s` (monotonic), else say what remains."""
         if not self._online:
             return
+        # Whoever looks after the uplink has just ended: from here on nobody else would start another one.
+        if not any(self._delivered_by(due_s) for _ in range(_STARTS_AT_END)):
+            self._tell_remaining()
+
+    def _delivered_by(self, due_s: float) -> bool:
+        """Make sure that there is an uplink, and wait for it; False, too, as soon as it is gone."""
+        left_s = due_s - time.monotonic()
+        if self._is_delivered():
+            return True
+        self._guard.tolerate("uplink", self._ensure, max(_SHORTEST_START_S, left_s))
         uplink.wake(self._writer.attempt_directory)
-        seq = self._writer.seq
-        left_s = max(0.0, due_s - time.monotonic())
-        delivered = self._guard.tolerate(
-            "uplink", uplink.wait_delivered, self._writer.attempt_directory, self._rank, seq, left_s
+        asked = (self._writer.attempt_directory, self._rank, self._writer.seq, due_s - time.monotonic())
+        return bool(self._guard.tolerate("uplink", uplink.wait_delivered, *asked))
+
+    def _is_delivered(self) -> bool:
+        # The uplink removes a folder when the server has all of it.
+        return not self.directory.is_dir() or spool.read_acked(self.directory) >= self._writer.seq
+
+    def _tell_remaining(self) -> None:
+        trouble = self._guard.tolerate("uplink", uplink.trouble, self._writer.attempt_directory)
+        remaining = max(0, self._writer.seq - spool.read_acked(self.directory))
+        _log.warning(
+            "gradiometer: %d records are still in the spool at %s. %s They are sent as soon as that is mended; "
+            "`gradiometer sync` sends them too.",
+            remaining,
+            self.directory,
+            trouble or f"{self._settings.url} has not taken them yet.",
         )
-        if not delivered:
-            trouble = self._guard.tolerate("uplink", uplink.trouble, self._writer.attempt_directory)
-            remaining = max(0, seq - spool.read_acked(self.directory))
-            _log.warning(
-                "gradiometer: %d records are still in the spool at %s. %s They are sent as soon as that is mended; "
-                "`gradiometer sync` sends them too.",
-                remaining,
-                self.directory,
-                trouble or f"{self._settings.url} has not taken them yet.",
-            )

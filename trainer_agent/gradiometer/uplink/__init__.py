@@ -18,16 +18,23 @@ from gradiometer.uplink.state import LOG, Lock, read_state, wake
 
 __all__ = ["UplinkError", "ensure_running", "is_running", "trouble", "wait_delivered", "wake"]
 
-_START_TIMEOUT_S: Final = 20.0
+START_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.01
+_LOOK_FOR_DEATH_S: Final = 0.25
+_slow: Final[list[subprocess.Popen[bytes]]] = []
+"""Launchers that took too long; kept, because Python complains of a child that it forgets."""
 
 
 class UplinkError(SpoolError):
     """The uplink process did not start; the records stay in the spool for `gradiometer sync`."""
 
 
-def ensure_running(attempt_directory: Path, *, url: str, token: str | None) -> None:
+def ensure_running(
+    attempt_directory: Path, *, url: str, token: str | None, patience_s: float = START_TIMEOUT_S
+) -> None:
     """Start the uplink of this attempt on this node unless it runs; returns when it listens for `wake`.
+
+    One that is not ready within `patience_s` seconds is left to start all the same.
 
     The process belongs to no terminal, process group or parent of the trainer, so that nothing that ends the
     trainer ends it too.
@@ -60,11 +67,10 @@ def ensure_running(attempt_directory: Path, *, url: str, token: str | None) -> N
                 cwd="/",
                 env=_environment(token),
             )
-        code = launcher.wait(_START_TIMEOUT_S)
+        code = launcher.wait(patience_s)
     except subprocess.TimeoutExpired:
-        launcher.kill()
-        launcher.wait()
-        raise UplinkError(_failed(f"it did not start within {_START_TIMEOUT_S:.0f} s", log)) from None
+        _slow.append(launcher)
+        raise UplinkError(_failed(f"it is not ready after {patience_s:.1f} s", log)) from None
     except OSError as error:
         raise UplinkError(_failed(str(error), log)) from error
     if code != 0:
@@ -117,9 +123,10 @@ def wait_delivered(attempt_directory: Path, rank: int, seq: int, deadline_s: flo
         deadline_s: how many seconds to wait at most.
 
     Returns:
-        False if the time is over, or if the uplink has stopped for good.
+        False if the time is over, the uplink has stopped for good, or there is none.
     """
     until_s = time.monotonic() + deadline_s
+    look_s = time.monotonic() + _LOOK_FOR_DEATH_S
     directory = attempt_directory / f"rank-{rank:05d}"
     while read_acked(directory) < seq:
         if not directory.is_dir():
@@ -128,5 +135,10 @@ def wait_delivered(attempt_directory: Path, rank: int, seq: int, deadline_s: flo
         state = read_state(attempt_directory)
         if time.monotonic() >= until_s or (state is not None and state.state == "stopped"):
             return read_acked(directory) >= seq
+        if time.monotonic() >= look_s:
+            look_s = time.monotonic() + _LOOK_FOR_DEATH_S
+            if not is_running(attempt_directory):
+                # It may have ended because all is delivered.
+                return read_acked(directory) >= seq or not directory.is_dir()
         time.sleep(_POLL_S)
     return True

@@ -116,6 +116,8 @@ class Uplink:
             loop.add_reader(wake_socket, self._woken, wake_socket)
         # Before the trainer goes on: one that ends in the next millisecond is then watched already.
         self._look()
+        # Nobody may take what the uplink before this one wrote last for its own word.
+        self._write_down()
         self._ready()
         tick_s = _TICK_S if wake_socket is not None else _TICK_WITHOUT_SOCKET_S
         deliver = asyncio.create_task(self._deliver(), name="deliver")
