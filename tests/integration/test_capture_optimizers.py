@@ -373,3 +373,21 @@ def test_inside_a_cuda_graph_nothing_is_touched_and_that_is_told(play, monkeypat
     out = play(loop)
     assert list(out.layers["0.weight"]) == [1]
     assert "inside a CUDA graph" in out.unavailable()["grad/layers"]
+
+
+def test_gradients_that_a_framework_keeps_elsewhere_are_told_as_not_collected(play):
+    """As Megatron does: the gradient moves to `main_grad`, and the optimizer's own copy is stepped."""
+    model = make()
+
+    def loop(run):
+        optimizer = sgd(model.parameters())
+        run.watch(model, optimizer)
+        for step in range(4):
+            loss_of(model, step).backward()
+            for parameter in model.parameters():
+                parameter.main_grad, parameter.grad = parameter.grad, None
+            optimizer.step()
+
+    out = play(loop)
+    assert "keeps the gradients elsewhere" in out.unavailable()["grad/norm"]
+    assert out.layers["0.weight"][4][COUNT] == 0

@@ -8,7 +8,6 @@ parameter would be wrong: they fire per micro-batch, before DDP's reduction, and
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -98,6 +97,7 @@ class Watch:
             guard=guard,
             rates=Rates(name, optimizers.names, unavailable),
             clip_norm=self._clip_norm,
+            unavailable=unavailable,
             is_clock=is_clock,
             reads_rss=is_clock and self._device.type != "cuda",
         )
@@ -185,10 +185,7 @@ class Watch:
             # Memory and events of ours would break the user's graph, and its replays run no Python.
             self._unavailable("grad/layers", IN_CUDA_GRAPH)
             return None
-        started_s = time.perf_counter()
-        result = self._guard.call(self._step_part, function, *args)
-        self._guard.spent_s += time.perf_counter() - started_s
-        return result
+        return self._guard.entered(self._step_part, function, *args)
 
     # -- where a step is seen ------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ learning rate, the scaler its scale, and the next forward pass has run.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -21,11 +21,19 @@ from gradiometer.capture.reading import StepReading
 from gradiometer.guard import Guard
 from gradiometer.reports import StepReport
 
+EMPTY_STEPS: Final = 3
+"""Steps in a row without any gradient, after which it is no accident."""
+NO_GRADIENTS: Final = (
+    f"in {EMPTY_STEPS} steps no parameter had a gradient when the optimizer stepped: either backward() is not called, or "
+    "a framework keeps the gradients elsewhere (DeepSpeed's ZeRO, Megatron's main_grad), where they are not found"
+)
+
 
 class StepEnding:
     """The end of the step under way of one watch.
 
     Args:
+        unavailable: told if there never are gradients.
         probe: the forward probe, where there is one.
         is_clock: whether the run's own numbers (times, scale, memory) belong to this watch.
         reads_rss: see `StepReport`.
@@ -39,13 +47,16 @@ class StepEnding:
         guard: Guard,
         rates: Rates,
         clip_norm: ClippedNorm,
+        unavailable: Callable[[str, str], None],
         is_clock: bool,
         reads_rss: bool,
     ) -> None:
         self._scaler, self._probe, self._guard = scaler, probe, guard
         self._rates, self._clip_norm, self._times = rates, clip_norm, Times(guard)
         self._is_clock, self._reads_rss = is_clock, reads_rss
+        self._unavailable = unavailable
         self._forwards: list[forward.ForwardReport] = []
+        self._num_empty = 0
 
     # Hot path: training thread, once per step and optimizer. Must not read the scale.
     def see(self) -> None:
@@ -65,6 +76,7 @@ class StepEnding:
         partials, scale = gradients.combine(
             [(reading.partials, reading.scale) for reading in readings if reading.partials is not None]
         )
+        self._look_for_gradients(readings)
         forwards, self._forwards = self._forwards, []
         values = [*self._rates.of(readings), *self._observed(step, observers), *self._own()]
         return StepReport(
@@ -77,6 +89,16 @@ class StepEnding:
             scalars=scalars.collect(values),
             reads_rss=self._reads_rss,
         )
+
+    def _look_for_gradients(self, readings: Sequence[StepReading]) -> None:
+        read = [reading for reading in readings if reading.partials is not None]
+        # A rank of FSDP1 may hold no part of any parameter.
+        if any(reading.num_gradients or reading.has_plain_shards for reading in read):
+            self._num_empty = 0
+        elif read:
+            self._num_empty += 1
+            if self._num_empty == EMPTY_STEPS:
+                self._unavailable("grad/norm", NO_GRADIENTS)
 
     def _observed(self, step: int, observers: Sequence[StepObserver]) -> StepScalars:
         found: list[tuple[wire.Column, float | torch.Tensor]] = []
