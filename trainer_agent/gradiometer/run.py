@@ -206,7 +206,7 @@ class Run(Handle, RecordsBatches):
             step: see the class; 0 <= step < 2**53.
         """
         if self._feeder is not None:
-            self._guard.timed("log", self._log, metrics, step)
+            self._guard.entered_tolerantly("log", self._log, metrics, step)
 
     def log_microbatch(self, metrics: Mapping[str, Any]) -> None:
         """Record numbers of one micro-batch under accumulation; never raises. Takes what `log` takes.
@@ -216,7 +216,7 @@ class Run(Handle, RecordsBatches):
         times for one step keeps the last value.
         """
         if self._feeder is not None:
-            self._guard.timed("log", self._log, metrics, None, True)
+            self._guard.entered_tolerantly("log", self._log, metrics, None, True)
 
     def watch(
         self,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradiometer import guard as guard_module
 from gradiometer import wire
 from gradiometer.capture import gradients, kernel, native, statistics, tiers
 from gradiometer.capture.backends import Backends, Found, OnlyNorms, known_finite
@@ -170,3 +171,21 @@ def test_a_step_of_several_optimizers_has_what_was_read_of_all():
     assert combined.table()[0, 1] == full.table()[0, statistics.SUM_SQUARES] / 4
     assert np.isnan(combined.table()[1, 1])
     assert gradients.combine([(full, None), (full, None)])[0].statistics == wire.STATISTICS
+
+
+def test_time_inside_the_agent_is_booked_once(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(guard_module.time, "perf_counter", lambda: next(now))
+    one = guard_module.Guard()
+    assert one.entered("outer", lambda: one.entered_tolerantly("inner", lambda: 7)) == 7
+    assert one.spent_s == 1
+    assert one.entered_tolerantly("log", lambda: None) is None
+    assert one.spent_s == 2
+    with pytest.raises(KeyboardInterrupt):
+        one.entered("outer", _interrupt)
+    one.entered("outer", lambda: None)
+    assert one.spent_s == 4, "an interrupt does not end the booking"
+
+
+def _interrupt():
+    raise KeyboardInterrupt

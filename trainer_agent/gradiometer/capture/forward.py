@@ -9,7 +9,6 @@ random number is drawn.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -111,9 +110,7 @@ class ForwardProbe:
 
     def see(self, name: str, output: Any) -> None:
         """Keep the extremes of one output; called by the hooks."""
-        started_s = time.perf_counter()
-        self._guard.call("forward probe", self._record, name, output)
-        self._guard.spent_s += time.perf_counter() - started_s
+        self._guard.entered("forward probe", self._record, name, output)
 
     def _record(self, name: str, output: Any) -> None:
         if len(self._blocks) >= MAX_BLOCKS:

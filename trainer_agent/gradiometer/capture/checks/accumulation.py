@@ -79,7 +79,7 @@ class Accumulation:
         guard, part, start = self._watched.guard, self.part, self._started
 
         def started(gradient: torch.Tensor) -> None:
-            guard.call(part, start, name, kind, gradient)
+            guard.entered(part, start, name, kind, gradient)
 
         loss.register_hook(started)  # type: ignore[no-untyped-call]
 

@@ -38,7 +38,7 @@ class ClipBeforeUnscale:
 
     def before_clip(self, gradients: list[torch.Tensor]) -> None:
         """See `clip.ClipListener`."""
-        self._concerns_us = bool(self._watched.guard.call(self.part, self._are_scaled, gradients))
+        self._concerns_us = bool(self._watched.guard.entered(self.part, self._are_scaled, gradients))
 
     def after_clip(self, gradients: list[torch.Tensor], total_norm: torch.Tensor, over_ranks: bool) -> None:
         """See `clip.ClipListener`."""
@@ -46,7 +46,7 @@ class ClipBeforeUnscale:
     def after_change(self, limit: Any = None) -> None:
         """See `clip.ClipListener`."""
         if self._concerns_us:
-            self._watched.guard.call(self.part, self._note, limit)
+            self._watched.guard.entered(self.part, self._note, limit)
 
     def _are_scaled(self, gradients: list[torch.Tensor]) -> bool:
         scaler = self._watched.scaler

@@ -40,7 +40,7 @@ class Coverage:
 
     # Hot path: once per step of any optimizer, for 50 steps. Must return None: anything else replaces the arguments.
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._watched.guard.call(self.part, self._stepping.add, optimizer)
+        self._watched.guard.entered(self.part, self._stepping.add, optimizer)
 
     def before_read(self) -> None:
         """See `StepObserver`."""

@@ -111,14 +111,14 @@ class Sentinel:
             ]
 
     def _accumulating(self) -> None:
-        self._watched.guard.call(self.part, self._look)
+        self._watched.guard.entered(self.part, self._look)
 
     def _look(self) -> None:
         if not _is_capturing(self._parameter):
             self._before = self.observe()
 
     def _accumulated(self) -> None:
-        self._watched.guard.call(self.part, self._tell)
+        self._watched.guard.entered(self.part, self._tell)
 
     def _tell(self) -> None:
         before, self._before = self._before, None

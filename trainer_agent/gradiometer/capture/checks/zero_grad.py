@@ -62,7 +62,7 @@ class MissingZeroGrad:
         guard, part, look = self._watched.guard, self.part, self._look_from_loss
 
         def started(_gradient: torch.Tensor) -> None:
-            guard.call(part, look)
+            guard.entered(part, look)
 
         loss.register_hook(started)  # type: ignore[no-untyped-call]
 
