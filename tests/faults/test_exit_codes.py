@@ -107,8 +107,8 @@ def test_what_was_logged_is_delivered_before_the_process_ends(double: IngestDoub
 
 
 @pytest.mark.parametrize(("body", "code"), [("sys.exit(3)", 3), ("raise ValueError('bad batch')", 1)])
-def test_without_an_uplink_the_trainer_says_what_it_expects(
-    body: str, code: int, double: IngestDouble, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_an_uplink_that_saw_it_the_trainer_says_what_it_expects(
+    body: str, code: int, double: IngestDouble, tmp_path: Path
 ) -> None:
     spool = tmp_path / "spool"
     trainer = start(f"sys.stdin.read()\n{body}", double, spool)
@@ -118,18 +118,21 @@ def test_without_an_uplink_the_trainer_says_what_it_expects(
     eventually(lambda: not psutil.pid_exists(pid))
     trainer.communicate(timeout=60)
     assert trainer.returncode == code
-    assert cli.main(["sync", str(spool), "--url", double.url]) == 0
-    assert [told(exit) for exit in double.model.exits()] == [
-        {"code": code, "signal": None, "inferred": code == 3}
-    ]
+    # `finish` starts another uplink, which delivers what the trainer itself says.
+    exits = eventually(double.model.exits, what="the exit event")
+    assert [told(exit) for exit in exits] == [{"code": code, "signal": None, "inferred": code == 3}]
 
 
 def test_last_words_outlive_an_uplink_that_was_killed_with_its_trainer(
     double: IngestDouble, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spool = tmp_path / "spool"
-    trainer = start("sys.exit(3)", double, spool, before="atexit.register(sys.stdin.read)")
-    words = eventually(lambda: next(iter(spool.glob("life/*/rank-00000/last_words.json")), None), 20.0)
+    # Said when the agent's own handler is through, and looks after its uplink no longer.
+    before = "atexit.register(lambda: (print('left', flush=True), sys.stdin.read()))"
+    trainer = start("sys.exit(3)", double, spool, before=before)
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == "left\n"
+    [words] = spool.glob("life/*/rank-00000/last_words.json")
     state = read_state(words.parents[1])
     assert state is not None
     os.kill(state.pid, signal.SIGKILL)

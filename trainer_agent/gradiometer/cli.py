@@ -12,6 +12,8 @@ from typing import Final
 
 from gradiometer import __version__
 
+EXIT_BROKEN_PIPE: Final = 141
+"""What a shell shows for a program that ends by SIGPIPE: nobody reads its output any more."""
 SERVER_COMMANDS: Final = ("serve", "db")
 
 _HELP: Final = """\
@@ -38,6 +40,18 @@ environment:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        code = _main(argv)
+        # Here, where a reader that has gone (`gradiometer demo | head -1`) can still be told from an error.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         sys.stderr.write(_HELP)
@@ -87,6 +101,12 @@ def _sync(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     path = arguments.path or spool.default_root()
+    if arguments.path is not None and not arguments.path.is_dir():
+        # A path that was mistyped must not look like a spool in which nothing waits.
+        sys.stderr.write(
+            f"gradiometer sync: {path} is no folder: name a spool, or the folder of one run or attempt in it.\n"
+        )
+        return 1
     try:
         token = token_from_environment()
     except ValueError as error:

@@ -6,6 +6,7 @@ for the disk, the network or the device, or changes a result; what is discarded 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -163,7 +164,9 @@ class Run(Handle, RecordsBatches):
         if self._identity.rank == 0:
             online = self._settings.mode == "online"
             where = self.url if online else f"offline, spool {writer.attempt_directory}"
-            sys.stderr.write(f"gradiometer: run {self.id} ({where})\n")
+            # Standard error may be closed, or a pipe that nobody reads.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(f"gradiometer: run {self.id} ({where})\n")
 
     @property
     def url(self) -> str:

@@ -49,6 +49,34 @@ def test_other_commands_become_the_server(monkeypatch: pytest.MonkeyPatch) -> No
     assert executed == [sys.executable, command]
 
 
+def test_sync_of_a_folder_that_is_not_there_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sync", str(tmp_path / "nothing")]) == 1
+    assert f"{tmp_path / 'nothing'} is no folder" in capsys.readouterr().err
+    # The default spool is made by the first run.
+    monkeypatch.setenv("GRADIOMETER_SPOOL", str(tmp_path / "later"))
+    assert cli.main(["sync"]) == 0
+    assert "Nothing waits" in capsys.readouterr().out
+
+
+def test_output_that_nobody_reads_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    for command in (["--help"], ["sync", str(tmp_path)]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.run(
+            [sys.executable, "-m", "gradiometer", *command],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        os.close(writing)
+        assert done.stderr == ""
+        assert done.returncode == cli.EXIT_BROKEN_PIPE
+
+
 def test_an_unknown_command_is_named_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["foo"]) == 2
     told = capsys.readouterr().err
@@ -82,7 +110,7 @@ def test_the_command_reaches_the_real_server() -> None:
 
 
 def test_sync_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["sync", str(tmp_path / "missing")]) == 0
+    assert cli.main(["sync", str(tmp_path)]) == 0
     assert "Nothing waits in" in capsys.readouterr().out
 
 

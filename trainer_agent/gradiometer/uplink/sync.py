@@ -48,6 +48,9 @@ def _sync_attempt(directory: Path, url: str, token: str | None, patience_s: floa
         options = Options(drain=True, give_up_s=patience_s)
         uplink = Uplink(directory, url=url, token=token, lock=lock, options=options)
         asyncio.run(uplink.run())
+        if not uplink.sources and not any(directory.glob("rank-*")):
+            _say(f"{title}: was delivered by somebody else in the meantime")
+            return True
     except (SpoolError, OSError) as error:
         sys.stderr.write(f"{directory}: {error}\n")
         return False
