@@ -9,9 +9,9 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.integration.modes.loop_modes import ONCE
 from tests.integration.modes.mode_framework import Mode, Session, outcome, weights_of
 from tests.integration.modes.mode_net import loss_of, make_net
-from tests.integration.modes.one_process_modes import ONCE
 
 STEPS = 3
 CLIP = 0.05

@@ -6,6 +6,8 @@ occur, so the embedding's gradient has rows of exact zeros.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -45,3 +47,35 @@ def loss_of(model, step, rank=0, micro_batch=0):
     """Mean loss of one micro-batch (all have equal size, so means of means are means)."""
     tokens = batch(step, rank, micro_batch)
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
+class WithUnused(Net):
+    """`sometimes` takes part in step 2 only, `never` in none."""
+
+    def __init__(self):
+        super().__init__()
+        self.sometimes = nn.Linear(7, 7)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, tokens, *, all_of_it=False):
+        hidden = self.norm(self.embedding(tokens))
+        if all_of_it:
+            hidden = hidden + self.sometimes(hidden)
+        hidden = self.second(torch.tanh(self.first(hidden)))
+        return self.head(hidden * self.scale)
+
+
+def make_with_unused():
+    torch.manual_seed(3)
+    return WithUnused()
+
+
+def loss_of_part(model, step):
+    return loss_of(functools.partial(model, all_of_it=step == 2), step)
+
+
+def gradients_of_part(step, weights):
+    model = make_with_unused()
+    model.load_state_dict(weights)
+    loss_of_part(model, step).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -8,7 +8,8 @@ import pytest
 
 from gradiometer.capture.statistics import COUNT, SUM_SQUARES
 from tests.integration.modes import mode_checks, one_process_modes
-from tests.integration.modes.one_process_modes import BAD_STEP, MODES, SCALE
+from tests.integration.modes.loop_modes import BAD_STEP, CLIPS, OPTIMIZERS, SCALE
+from tests.integration.modes.one_process_modes import MODES
 
 STEPS = [1, 2, 3]
 
@@ -40,8 +41,8 @@ def norms(result):
     }
 
 
-@pytest.mark.parametrize("clip", one_process_modes.CLIPS)
-@pytest.mark.parametrize("kind", one_process_modes.OPTIMIZERS)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_skipped_step_is_told_and_the_norm_of_clipping_has_its_scale_in_its_name(kind, clip, play):
     result = play(f"GradScaler, {kind} optimizer, {clip}")
     points = result.out[0].points
