@@ -5,9 +5,11 @@ Started by torchrun from `test_capture_distributed.py`, which reads the spools o
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -63,22 +65,6 @@ def wrap_fsdp2(model, world_size):
     return model, nn.utils.clip_grad_norm_
 
 
-def wrap_hsdp(model, world_size):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replica", "shard"))
-    fully_shard(model, mesh=mesh)
-    return model, nn.utils.clip_grad_norm_
-
-
-def wrap_fsdp1(model, _world_size):
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    wrapped = FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
-    return wrapped, lambda _parameters, limit: wrapped.clip_grad_norm_(limit)
-
-
 def main():
     kind, out = sys.argv[1], Path(sys.argv[2])
     before = None
@@ -90,10 +76,7 @@ def main():
     run = before or gm.init(mode="offline")
     model, clip = {
         "before": wrap_ddp,
-        "ddp": wrap_ddp,
         "fsdp2": wrap_fsdp2,
-        "hsdp": wrap_hsdp,
-        "fsdp1": wrap_fsdp1,
     }[kind](make(), world_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     run.watch(model, optimizer)
@@ -107,7 +90,10 @@ def main():
         run.log({"train/loss": loss})
     directory = str(run.directory)
     run.finish()
+    # Whatever ends this process from here on is not ours; if it aborts, it says where.
+    faulthandler.enable()
     said = {"run_id": run.id, "directory": directory, "failures": run.failures, "dropped": run.dropped}
+    said["threads"] = [thread.name for thread in threading.enumerate()]
     (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
