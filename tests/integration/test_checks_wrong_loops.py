@@ -363,6 +363,34 @@ def test_nothing_is_kept_of_a_logged_loss_and_the_model_is_left_as_it_was(spool)
     assert not any(one._backward_hooks or one._post_accumulate_grad_hooks for one in model.parameters())
 
 
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_model_compiled_after_the_hooks_has_one_graph_and_is_checked(clears, spool):
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def loop(run):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        run.watch(model, optimizer)
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for _ in range(6):
+            loss = loss_of(compiled)
+            run.log({"train/loss": loss})
+            loss.backward()
+            optimizer.step()
+            if clears:
+                optimizer.zero_grad()
+
+    assert list(found(loop)) == ([] if clears else ["missing_zero_grad"])
+    assert counter.frame_count == 1
+
+
 def test_R74_one_bad_micro_batch_of_eight(spool):
     values = [1.0, 2.0, 3.0, math.nan, 4.0, 5.0, 6.0, 7.0]
     with gm.init(mode="offline") as run:
