@@ -65,6 +65,13 @@ def wrap_fsdp2(model, world_size):
     return model, nn.utils.clip_grad_norm_
 
 
+def wrap_fsdp1(model, _world_size):
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    wrapped = FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
+    return wrapped, lambda _parameters, limit: wrapped.clip_grad_norm_(limit)
+
+
 def main():
     kind, out = sys.argv[1], Path(sys.argv[2])
     before = None
