@@ -262,6 +262,20 @@ def test_finish_without_a_server_is_bounded_and_says_what_remains(spool):
     assert str(spool) in stderr
 
 
+def test_a_loop_that_replays_twenty_thousand_points_without_a_pause_loses_none(spool):
+    body = """
+    for step in range(1, 20_001):
+        run.log({"train/loss": 1.0 / step, "lr": 0.1}, step=step)
+    run.finish()
+    assert run.dropped == {}, run.dropped
+    """
+    returncode, stderr = outcome(body)
+    assert returncode == 0, stderr
+    points = read(spool).points
+    assert list(points["lr"]) == list(range(1, 20_001))
+    assert points["train/loss"][20_000] == 1.0 / 20_000
+
+
 def test_a_report_reaches_the_spool_within_a_fraction_of_a_second(spool):
     body = """
     import time

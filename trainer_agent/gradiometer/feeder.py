@@ -1,6 +1,6 @@
 """Carries reports from the training thread to the spool: a bounded queue and the agent's one thread.
 
-The training thread only puts and never waits; when the queue is full the report is dropped and counted. The agent's
+The training thread only puts and never waits; when the queue holds too much the report is dropped and counted. The agent's
 thread waits for the device, encodes, appends to the spool and wakes the uplink. An idle agent writes a report at
 once; a busy one gathers 20 ms of them into one write.
 """
@@ -25,12 +25,15 @@ from gradiometer.spool import SpoolError, SpoolFull, SpoolWriter
 
 _log: Final = logging.getLogger(__name__)
 
-CAPACITY: Final = 4096
-"""Reports in the queue. At 100 steps and logs per second: 20 s of a stalled disk."""
+MAX_BYTES: Final = 64 * 1024 * 1024
+"""Memory of the reports in the queue, as `size_of` reckons: 200,000 single numbers, or half an hour of 100 logs per
+second while the disk is stalled. What the gradients' statistics take has a limit of its own, in `capture/backlog.py`."""
 _GATHER_S: Final = 0.02
 _TELL_DROPS_S: Final = 1.0
 _IDLE_S: Final = 5.0
-_BATCH_REPORTS: Final = 256
+_BATCH_REPORTS: Final = 1024
+_REPORT_BYTES, _NUMBER_BYTES, _READBACK_BYTES, _CHAR_BYTES = 300, 40, 1500, 4
+"""Measured with `tracemalloc`; of a character, the most that Python takes."""
 
 QUEUE_FULL: Final = "the agent's queue was full"
 SPOOL_FULL: Final = "the spool was full"
@@ -62,14 +65,17 @@ class Feeder:
         drops: Drops,
         appended: Callable[[], None],
         *,
-        capacity: int = CAPACITY,
+        max_bytes: int = MAX_BYTES,
         flight: FlightDesk | None = None,
     ) -> None:
         self._writer = writer
         self._drops = drops
         self._appended = appended
         self._flight = flight
-        self._capacity = capacity
+        self._max_bytes = max_bytes
+        # Each is written by one side only, so that no lock is needed. Two training threads that put at the same
+        # moment may lose an addition; that is mended when the queue is empty.
+        self._put_bytes = self._taken_bytes = 0
         # SimpleQueue: put is one C call without a Python lock, and safe inside a signal handler.
         self._queue: queue.SimpleQueue[Report | _Flush] = queue.SimpleQueue()
         self._records = Records(Ring(drops))
@@ -84,9 +90,11 @@ class Feeder:
     # Hot path: training thread. Must not wait, do I/O or allocate more than the report it was given.
     def put(self, report: Report) -> None:
         """Queue a report, or drop and count it."""
-        if self._queue.qsize() >= self._capacity:
+        num_bytes = size_of(report)
+        if self._put_bytes - self._taken_bytes + num_bytes > self._max_bytes:
             self._drops.add(QUEUE_FULL, report.step)
             return
+        self._put_bytes += num_bytes
         self._queue.put(report)
 
     def flush(self, deadline_s: float) -> bool:
@@ -109,6 +117,7 @@ class Feeder:
 
     def put_essential(self, report: Report) -> None:
         """Queue a report that is written even if the queue is full: how the run ended."""
+        self._put_bytes += size_of(report)
         self._queue.put(report)
 
     def _wait(self, marker: _Flush, deadline_s: float) -> bool:
@@ -141,14 +150,17 @@ class Feeder:
         except queue.Empty:
             return []
         wait_s = flushed_s + _GATHER_S - time.monotonic()
-        if wait_s > 0:
+        # What fills a batch already need not be gathered.
+        if wait_s > 0 and self._queue.qsize() < _BATCH_REPORTS:
             self._hurry.wait(wait_s)
         self._hurry.clear()
         while len(batch) < _BATCH_REPORTS:
             try:
                 batch.append(self._queue.get_nowait())
             except queue.Empty:
-                break
+                self._taken_bytes = self._put_bytes
+                return batch
+        self._taken_bytes += sum(size_of(item) for item in batch if not isinstance(item, _Flush))
         return batch
 
     def _process(self, reports: list[Report], *, final: bool) -> None:
@@ -222,6 +234,19 @@ class Feeder:
         except SpoolError:
             # No space yet: the count is told when there is.
             self._drops.give_back(drops)
+
+
+# Hot path: training thread, for every report.
+def size_of(report: Report) -> int:
+    """About how many bytes a report takes in memory, apart from the statistics of gradients."""
+    scalars = getattr(report, "scalars", None)
+    if scalars is not None:
+        num_numbers, num_readbacks = len(scalars.numbers), len(scalars.pending)
+        return _REPORT_BYTES + _NUMBER_BYTES * num_numbers + _READBACK_BYTES * num_readbacks
+    if isinstance(report, EventReport):
+        texts = (text for text in report.attributes.values() if isinstance(text, str))
+        return _REPORT_BYTES + _CHAR_BYTES * sum(map(len, texts))
+    return _REPORT_BYTES
 
 
 def _is_exit(report: Report) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 
 import pytest
+import torch
 
 from gradiometer import spool as spool_module
 from gradiometer import wire
+from gradiometer.capture import readback
 from gradiometer.drops import Drops
-from gradiometer.feeder import INTERNAL, QUEUE_FULL, SPOOL_FULL, Feeder
+from gradiometer.feeder import INTERNAL, MAX_BYTES, QUEUE_FULL, SPOOL_FULL, Feeder, size_of
 from gradiometer.reports import EventReport, ScalarReport, Scalars
 from tests.support.recorded import recorded
 
@@ -65,8 +68,8 @@ def test_everything_put_is_in_the_spool_in_order_when_close_returns(writer):
 
 def test_a_full_queue_drops_at_once_and_says_so_when_there_is_room(writer):
     drops = Drops()
-    feeder = Feeder(writer, drops, lambda: None, capacity=10)
     stuck = Stuck()
+    feeder = Feeder(writer, drops, lambda: None, max_bytes=10 * size_of(point(1)))
     feeder.put(stuck)
     assert stuck.started.wait(10)
     started_s = time.monotonic()
@@ -82,6 +85,50 @@ def test_a_full_queue_drops_at_once_and_says_so_when_there_is_room(writer):
     [dropped] = out.of_kind("dropped")
     assert dropped.attributes == {"reports": 20, "reason": QUEUE_FULL, "first_step": 11, "last_step": 30}
     assert out.stream[-1][0] == "exit"
+
+
+def test_a_hundred_thousand_points_wait_for_a_stalled_disk_in_bounded_memory(writer):
+    drops, stuck = Drops(), Stuck()
+    feeder = Feeder(writer, drops, lambda: None)
+    feeder.put(stuck)
+    assert stuck.started.wait(10)
+    tracemalloc.start()
+    for step in range(100_000):
+        feeder.put(point(step, float(step)))
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert drops.totals == {}
+    assert held_bytes < MAX_BYTES
+    stuck.released.set()
+    assert feeder.close(60)
+    assert recorded(writer.directory).points["x"] == {step: float(step) for step in range(100_000)}
+
+
+def test_memory_is_bounded_whatever_is_put(writer):
+    stuck, drops = Stuck(), Drops()
+    feeder = Feeder(writer, drops, lambda: None, max_bytes=1_000_000)
+    feeder.put(stuck)
+    assert stuck.started.wait(10)
+    tracemalloc.start()
+    for step in range(3000):
+        feeder.put(point(step + 1000, step * 0.5))
+        feeder.put(
+            EventReport(kind="alert", time=step * 0.5, attributes={"text": chr(960 + step % 9) * 1000})
+        )
+        columns = tuple(wire.Column(name) for name in "abcdefghij")
+        numbers = tuple(step * 0.5 + number for number in range(10))
+        feeder.put(
+            ScalarReport(step=step, time=0.5 * step, scalars=Scalars(columns=columns, numbers=numbers))
+        )
+        device = (((0,), readback.start(torch.tensor([0.5]))),)
+        scalars = Scalars(columns=columns[:1], numbers=(0.0,), pending=device)
+        feeder.put(ScalarReport(step=step, time=0.5 * step, scalars=scalars))
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 200_000 < held_bytes < 1_500_000
+    assert 1000 < drops.totals[QUEUE_FULL] < 12_000
+    stuck.released.set()
+    assert feeder.close(10)
 
 
 def test_a_report_that_breaks_costs_itself_only(writer):
