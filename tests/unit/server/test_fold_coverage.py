@@ -15,7 +15,7 @@ from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.folded import FoldedLayers, ReplicaMismatch
 from gradiometer_server.fold.coverage import Coverage, CoverageCheck, totals_told, without_withheld
 from gradiometer_server.fold.ranks import LayerMerger
-from tests.unit.server.alerting_timeline import LAYERS, layers, only, run
+from tests.unit.server.alerting_timeline import LAYERS, healthy_step, layers, only, run
 
 FULL = [4.0, 2.0, 4.0, -1.0, 1.0, 0.0, 0.0]
 NONE = [0.0] * 7
@@ -170,3 +170,14 @@ def test_a_layer_that_cannot_be_read_is_not_called_dead() -> None:
     items = [with_(layers(step, [None, 1, 1, 1, 1]), withheld=hidden) for step in range(1, 60)]
     assert run(items) == {}
     assert only([layers(step, [None, 1, 1, 1, 1]) for step in range(1, 60)]).first.rule == "dead_layer"
+
+
+@pytest.mark.parametrize("norm", [1656.0, 0.025], ids=["ZeRO-0", "ZeRO-3"])
+def test_R19_the_size_of_a_norm_is_no_spike(norm: float) -> None:
+    """Two runs with the same loss whose norms differ by 66,000: each is judged by its own past."""
+    items = [
+        item for step in range(1, 300) for item in healthy_step(step, norm=norm * (1 + 0.05 * math.sin(step)))
+    ]
+    assert run(items) == {}
+    spike = healthy_step(300, norm=100 * norm)
+    assert only([*items, *spike]).first.rule == "grad_norm_spike"

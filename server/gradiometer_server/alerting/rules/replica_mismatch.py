@@ -68,8 +68,8 @@ class ReplicaMismatchRule:
                 step=item.step,
                 time_s=item.time_s,
                 metric=GRAD_NORM,
-                value=norms[1],
-                baseline=norms[0],
+                value=_number(norms[1]),
+                baseline=_number(norms[0]),
                 layers=(found.layer,),
                 num_layers=1,
                 ranks=found.ranks,
@@ -89,3 +89,8 @@ class ReplicaMismatchRule:
         state = msgspec.msgpack.decode(data, type=_State)
         if state.version == _VERSION:
             self._state = state
+
+
+def _number(norm: float) -> float | None:
+    """A norm that can be compared; the facts say which rank has none."""
+    return None if math.isnan(norm) else norm
