@@ -227,7 +227,7 @@ def test_R06_norm_is_unscaled_whatever_the_scale(play):
     def loop(run):
         optimizer = sgd([weight], lr=1e-3)
         scaler = torch.amp.GradScaler("cpu", init_scale=65536.0, growth_interval=2)
-        run.watch(model, optimizer, scaler)
+        run.watch(model, optimizer, scaler, statistics="full")
         for step in range(1, 9):
             scaler.scale((weight * 0.5).sum()).backward()
             if step == 5:
@@ -251,7 +251,7 @@ def test_R20_a_gradient_that_was_cleared_before_anyone_asked_was_read_in_time(se
 
     def loop(run):
         optimizer = sgd(model.parameters())
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         for step in (1, 2):
             loss_of(model, step).backward()
             sums[step] = float(model[2].weight.grad.sum())

@@ -68,7 +68,7 @@ def test_a_plain_loop(spool):
     def loop(run):
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         assert run.step == 0
         for step in (1, 2, 3):
             expected[step] = reference(model)
@@ -108,7 +108,7 @@ def test_layers_come_before_the_scalars_of_their_step(spool):
     def loop(run):
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         for _ in range(20):
             loss_of(model).backward()
             optimizer.step()
@@ -128,7 +128,7 @@ def test_accumulation_under_a_scaler(fused, clip, spool):
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-        run.watch(model, optimizer, scaler)
+        run.watch(model, optimizer, scaler, statistics="full")
         for step in (1, 2):
             expected[step] = reference(model, (0, 1, 2))
             for index in (0, 1, 2):
@@ -163,7 +163,7 @@ def test_a_skipped_step_is_a_step_and_names_the_parameter(fused, unscale_first, 
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-        run.watch(model, optimizer, scaler)
+        run.watch(model, optimizer, scaler, statistics="full")
         for step in (1, 2, 3):
             scaler.scale(loss_of(model)).backward()
             if step == 2:
@@ -188,7 +188,7 @@ def test_a_bad_value_is_seen_before_clipping_spreads_it(bad, spool):
     def loop(run):
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         loss_of(model).backward()
         model[2].bias.grad[1] = bad
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -210,7 +210,7 @@ def test_a_closure_is_read_after_it_ran_not_before(by_keyword, spool):
     def loop(run):
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
 
         def closure():
             optimizer.zero_grad()
@@ -235,7 +235,7 @@ def test_lbfgs_reports_the_gradient_at_the_start_of_each_step(spool):
         model = make()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
         if run is not None:
-            run.watch(model, optimizer)
+            run.watch(model, optimizer, statistics="full")
 
         def closure():
             optimizer.zero_grad()
@@ -267,7 +267,7 @@ def test_clipping_by_groups_reads_every_group_before_its_clip(spool):
             ],
             lr=1e-3,
         )
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         expected.update(reference(model))
         loss_of(model).backward()
         for part in (model[0], model[2], model[3]):
@@ -288,7 +288,7 @@ def test_a_loop_that_leaves_out_a_step_after_clipping_reports_the_next_gradient(
     def loop(run):
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         loss_of(model, 0).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -308,7 +308,7 @@ def test_clipping_another_model_does_not_start_a_capture(spool):
     def loop(run):
         model, other = make(), make(seed=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         loss_of(other).backward()
         (loss_of(model, 0) / 2).backward()
         nn.utils.clip_grad_norm_(other.parameters(), 0.1)
@@ -346,7 +346,7 @@ def test_a_parameter_without_a_gradient_has_count_zero(spool):
     def loop(run):
         model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         model["used"](torch.ones(1, 2)).sum().backward()
         optimizer.step()
 
@@ -359,7 +359,7 @@ def test_half_precision_gradients_are_summed_in_float32(spool):
     def loop(run):
         model = nn.Linear(300, 300, bias=False).half()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         model.weight.grad = torch.full((300, 300), 333.0, dtype=torch.half)
         nn.utils.clip_grad_norm_(model.parameters(), 1e9)
         optimizer.step()
@@ -372,7 +372,7 @@ def test_sparse_gradients(spool):
     def loop(run):
         model = nn.Embedding(10, 4, sparse=True)
         optimizer = torch.optim.SparseAdam(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         model(torch.tensor([1, 1, 3])).sum().backward()
         optimizer.step()
 
@@ -386,7 +386,7 @@ def test_parameters_added_to_the_optimizer_later_are_followed(spool):
     def loop(run):
         model = make()
         optimizer = torch.optim.SGD(model[3].parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         for step in (1, 2):
             loss_of(model).backward()
             optimizer.step()
@@ -417,7 +417,7 @@ def test_a_resumed_run_counts_on(spool):
     with gm.init(mode="offline", run_id="resumed", resume="allow", start_step=100) as run:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         assert run.step == 100
         loss_of(model).backward()
         optimizer.step()
@@ -454,7 +454,7 @@ def test_an_error_inside_the_capture_costs_the_capture_only(spool, monkeypatch, 
     with gm.init(mode="offline") as run:
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        run.watch(model, optimizer)
+        run.watch(model, optimizer, statistics="full")
         monkeypatch.setattr(backends.eager, "read_cpu", broken)
         weights = model[0].weight.detach().clone()
         for _ in range(3):
@@ -474,7 +474,7 @@ def test_an_error_of_the_training_reaches_the_user_unchanged(spool):
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler("cpu")
-        run.watch(model, optimizer, scaler)
+        run.watch(model, optimizer, scaler, statistics="full")
         with pytest.raises(AssertionError, match="outputs"):
             scaler.step(optimizer)
         scaler.scale(loss_of(model)).backward()
@@ -507,7 +507,7 @@ def test_no_value_is_read_from_a_tensor_on_the_training_thread(spool, monkeypatc
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), fused=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-        run.watch(model, optimizer, scaler)
+        run.watch(model, optimizer, scaler, statistics="full")
         for name in ("item", "cpu", "tolist", "__bool__", "__float__", "__int__", "__index__"):
             monkeypatch.setattr(torch.Tensor, name, counting(name))
         for _ in range(3):
