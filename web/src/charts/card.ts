@@ -22,7 +22,7 @@ export class CardView {
   private readonly ownZoom = signal<Range | null>(null);
   private plot: Plot | null = null;
   private pointer: PointerOverlay | null = null;
-  private width = 400;
+  private plotEl: HTMLElement | null = null;
   private fetchedZoom: Range | null = null;
   private seenZoomed: object | null = null;
 
@@ -35,7 +35,7 @@ export class CardView {
   }
 
   mount(card: HTMLElement, plotEl: HTMLElement, valueEl: HTMLElement): () => void {
-    this.width = Math.max(200, plotEl.clientWidth);
+    this.plotEl = plotEl;
     valueEl.textContent = formatValue(this.model.last.get(this.metric), this.unit);
     const plot = (this.plot = new Plot(plotEl, {
       figure: (width, height) => this.figure(width, height),
@@ -100,7 +100,8 @@ export class CardView {
 
   private fetch(): void {
     if (!this.plot?.isNear) return;
-    const buckets = this.width * BUCKETS_PER_PX;
+    // Read here and not at mounting: with thousands of cards every read between their writes would lay out the page anew.
+    const buckets = Math.max(200, this.plotEl!.clientWidth) * BUCKETS_PER_PX;
     void this.model.store.need(this.metric, buckets);
     const zoom = this.model.sharedZoom.peek() ? this.model.zoom.peek() : this.ownZoom.peek();
     if (zoom === this.fetchedZoom) return;
