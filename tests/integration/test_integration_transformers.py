@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+    from gradiometer.integrations import transformers as module
     from gradiometer.integrations.transformers import GradiometerCallback, metric_name
 
 VOCABULARY, LENGTH = 31, 8
@@ -364,6 +365,20 @@ def test_each_training_has_a_run_of_its_own(tmp_path):
         assert list(finished(run).points["train/loss"]) == [1, 2]
 
 
+def test_a_trainer_that_cannot_be_found_is_said_and_can_be_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_calling_trainer", lambda _callback: None)
+    lost, named = GradiometerCallback(), GradiometerCallback()
+    trainer_of(tiny_gpt2(), tmp_path, [lost], max_steps=2).train()
+    trainer = trainer_of(tiny_gpt2(), tmp_path, [named], max_steps=2)
+    named.attach(trainer)
+    trainer.train()
+    out = finished(lost.run)
+    assert "train/loss" not in out.points
+    assert "callback.attach(trainer)" in out.unavailable()["train/loss"]
+    assert list(norms(out)) == [1, 2]
+    assert list(finished(named.run).points["train/loss"]) == [1, 2]
+
+
 def test_a_run_that_does_nothing_changes_nothing(tmp_path):
     callback = GradiometerCallback(mode="disabled")
     trainer = trainer_of(tiny_gpt2(), tmp_path, [callback], max_steps=2)
@@ -375,6 +390,8 @@ def test_a_run_that_does_nothing_changes_nothing(tmp_path):
 def test_mistakes_are_told_when_the_callback_is_made(spool):
     with pytest.raises(TypeError, match="projekt"):
         GradiometerCallback(projekt="typo")
+    with pytest.raises(TypeError, match="forwards"):
+        GradiometerCallback(watch={"forwards": True})
     with pytest.raises(TypeError, match="pass what gradiometer"):
         GradiometerCallback("my project")
     with gm.init() as run, pytest.raises(ValueError, match="project would have no effect"):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradiometer.integrations.missing import missing
-from gradiometer.integrations.session import Session
+from gradiometer.integrations.session import Session, watch_options
 from gradiometer.integrations.substitute import Substitute
 from gradiometer.run import Run
 
@@ -68,19 +68,22 @@ class GradiometerTracker(GeneralTracker):
         optimizer: Any,
         *,
         loss: str | None = "train/loss",
-        name: str | None = None,
-        forward: bool | None = None,
+        **options: Any,
     ) -> None:
-        """Capture the steps of a prepared optimizer; see `Run.watch` for `name` and `forward`.
+        """Capture the steps of a prepared optimizer.
 
         Args:
             accelerator: the one that prepared model and optimizer.
             model, optimizer: as `accelerator.prepare` returned them.
             loss: name of the mean of the losses that were given to `accelerator.backward` for one step; None: do not
                 take it. See `Run.log_microbatch` for what comes with it.
+            options: more arguments of `Run.watch`.
+
+        Raises:
+            TypeError: `Run.watch` has no such argument.
         """
         run = self.tracker
-        run.watch(model, optimizer, scaler=accelerator.scaler, name=name, forward=forward)
+        run.watch(model, optimizer, scaler=accelerator.scaler, **watch_options(options))
         self._optimizers.append(optimizer)
         if loss is not None and self._backward_of is None:
             self._loss_name = loss

@@ -18,7 +18,7 @@ from typing import Any, Final
 from gradiometer import launch
 from gradiometer.integrations.losses import LossWindow
 from gradiometer.integrations.missing import missing
-from gradiometer.integrations.session import Session
+from gradiometer.integrations.session import Session, watch_options
 from gradiometer.run import Run
 
 _NAMESPACES: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -149,7 +149,7 @@ class GradiometerCallback(_Callback):
         loss: name of the mean of the losses that `training_step` returned for the micro-batches of a step; None: do
             not take it.
         continue_run: whether a training resumed from a checkpoint is a new attempt of the run that wrote it.
-        forward: see `Run.watch`.
+        watch: more arguments of `Run.watch`.
         options: arguments of `gradiometer.init` for a new run.
 
     Raises:
@@ -162,12 +162,12 @@ class GradiometerCallback(_Callback):
         *,
         loss: str | None = "train/loss",
         continue_run: bool = True,
-        forward: bool | None = None,
+        watch: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self._session = Session(run, options)
-        self._loss_name, self._continue_run, self._forward = loss, continue_run, forward
+        self._loss_name, self._continue_run, self._watch = loss, continue_run, watch_options(watch)
         self._logger: GradiometerLogger | None = None
         self._saved_id: str | None = None
         self._losses = LossWindow()
@@ -276,7 +276,7 @@ class GradiometerCallback(_Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         optimizers: Any = list(trainer.optimizers)
         # The wrapped model, because FSDP knows the parameters of its root only there.
-        run.watch(trainer.strategy.model, optimizers, scaler, forward=self._forward)
+        run.watch(trainer.strategy.model, optimizers, scaler, **self._watch)
         self._optimizers = optimizers
         self._losses = LossWindow()
         self._logged_step = run.step

@@ -103,8 +103,7 @@ class Session:
                 defaults.pop("project", None)
             options = {**defaults, **self._options, "config": merged(config, self._options.get("config"))}
             options.setdefault("start_step", start_step)
-            if not options.get("run_id") and not os.environ.get("GRADIOMETER_RUN_ID"):
-                options.update(run_id=saved_id or new_id, resume="allow" if saved_id else None)
+            options.update(_which_run(options, saved_id, new_id))
             self.run = self._own = agent.init(**options)
             _opened_here.add(self._own)
         return self.run
@@ -126,6 +125,29 @@ class Session:
         if self._own is not None:
             self._own.finish(exit_code)
             self._own = None
+
+
+def _which_run(options: Mapping[str, Any], saved_id: str | None, new_id: str | None) -> dict[str, Any]:
+    """Arguments of `gradiometer.init` that say which run it is, as far as the user did not."""
+    users_id, users_resume = (
+        options.get(name) or os.environ.get(f"GRADIOMETER_{name.upper()}") for name in ("run_id", "resume")
+    )
+    if users_id:
+        return {}
+    if users_resume:
+        return {"run_id": saved_id} if saved_id and users_resume in ("allow", "must") else {}
+    return {"run_id": saved_id, "resume": "allow"} if saved_id else {"run_id": new_id}
+
+
+def watch_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of `Run.watch` that a user gave.
+
+    Raises:
+        TypeError: `Run.watch` has no such argument.
+    """
+    options = dict(given or {})
+    inspect.signature(Run.watch).bind_partial(None, None, None, None, **options)
+    return options
 
 
 def merged(config: Mapping[str, Any], users: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from gradiometer.integrations.losses import LossWindow
 from gradiometer.integrations.missing import missing
-from gradiometer.integrations.session import Session
+from gradiometer.integrations.session import Session, watch_options
 from gradiometer.integrations.substitute import Substitute
 from gradiometer.run import Run
 
@@ -39,7 +39,7 @@ class GradiometerCallback(TrainerCallback):
         run: the run to report to; None: the one that `gradiometer.init` opened before, else a new one.
         loss: name of the loss; None: do not take it.
         continue_run: whether a training resumed from a checkpoint is a new attempt of the run that wrote it.
-        forward: see `Run.watch`.
+        watch: more arguments of `Run.watch`.
         options: arguments of `gradiometer.init` for a new run. Project, name and config come from the training
             arguments and the model's config where they are not given.
 
@@ -53,11 +53,11 @@ class GradiometerCallback(TrainerCallback):
         *,
         loss: str | None = "train/loss",
         continue_run: bool = True,
-        forward: bool | None = None,
+        watch: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self._session = Session(run, options)
-        self._loss_name, self._continue_run, self._forward = loss, continue_run, forward
+        self._loss_name, self._continue_run, self._watch = loss, continue_run, watch_options(watch)
         self._losses = LossWindow()
         self._trainer: Any = None
         self._substitutes: list[Substitute] = []
@@ -141,7 +141,7 @@ class GradiometerCallback(TrainerCallback):
             # Part of every checkpoint from now on. Not as an `ExportableState`: those are replaced on loading.
             state.stateful_callbacks[_STATE_KEY] = {"args": {}, "attributes": {}, "run_id": run.id}
         model, optimizer = objects["model"], objects["optimizer"]
-        run.watch(model, optimizer, scaler=getattr(optimizer, "scaler", None), forward=self._forward)
+        run.watch(model, optimizer, scaler=getattr(optimizer, "scaler", None), **self._watch)
         self._optimizer = optimizer
         trainer = self._trainer or _calling_trainer(self)
         if trainer is None:
