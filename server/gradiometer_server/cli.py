@@ -81,6 +81,11 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--path-prefix", help="path under which a reverse proxy publishes the server, e.g. /gradiometer"
     )
+    serve.add_argument(
+        "--until-stdin-ends",
+        action="store_true",
+        help="stop when standard input is closed: for a program that starts a server of its own",
+    )
     _add_database(serve)
     serve.set_defaults(run=_serve)
 
@@ -108,4 +113,4 @@ def _serve(options: argparse.Namespace) -> int:
         token_file=options.token_file,
         path_prefix=options.path_prefix,
     )
-    return serve(settings)
+    return serve(settings, until_stdin_ends=options.until_stdin_ends)

@@ -33,17 +33,31 @@ STOP_DEADLINE_S: Final = 25.0
 """From the signal to the end of the process; after it the process ends by itself. The log is durable at any moment,
 so what was not folded by then is folded at the next start."""
 _BACKLOG: Final = 512
+_STDIN: Final = 0
+_AFTER_PARENT_S: Final = 3.0
+"""Between the death of the parent and the stop: its trainings' uplinks still deliver how they ended."""
 
 
-def serve(settings: Settings) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code.
+def serve(settings: Settings, *, until_stdin_ends: bool = False) -> int:
+    """Serve until SIGINT or SIGTERM, or a moment after the end of standard input; returns the exit code.
 
     Raises:
         ConfigurationError: the port is in use, the address is not this machine's, or the database cannot be used.
     """
+    if until_stdin_ends:
+        threading.Thread(target=_stop_when_stdin_ends, name="parent", daemon=True).start()
     with contextlib.closing(_listen(settings)) as listener:
         asyncio.run(_run(create_app(settings), settings, listener))
     return 0
+
+
+def _stop_when_stdin_ends() -> None:
+    # The kernel closes the other end with the process that holds it, however that ends.
+    with contextlib.suppress(OSError):
+        while os.read(_STDIN, 4096):
+            pass
+    threading.Event().wait(_AFTER_PARENT_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from gradiometer import cli
 from gradiometer.demo import command, faults
 from tests.support.demo_process import START_TIMEOUT_S, DemoProcess
+from tests.support.eventually import eventually
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_the_command_knows_every_fault() -> None:
@@ -38,6 +49,30 @@ def test_it_can_end_by_itself(tmp_path: Path) -> None:
     with DemoProcess(tmp_path, "--steps", "25", "--exit") as demo:
         assert demo.wait() == 0, demo.output
         assert "step    25/25" in demo.output
+
+
+def test_its_server_ends_with_a_demo_that_is_killed(tmp_path: Path) -> None:
+    with DemoProcess(tmp_path, "--steps", "100000") as demo:
+        demo.printed(re.compile(r"(step +20/)"), START_TIMEOUT_S)
+        family = demo.kill()
+        assert any("serve" in process.cmdline() for process in family)
+        eventually(lambda: not any(map(is_alive, family)), 30.0, what="everything ended")
+    # The server had time to hear from the uplink how its trainer ended.
+    assert not list((tmp_path / "spool").rglob("*.seg"))
+
+
+def test_output_that_nobody_reads_ends_the_demo(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gradiometer", "demo", "--no-browser", "--steps", "100000"]
+    command += ["--database", f"sqlite:///{tmp_path / 'demo.db'}"]
+    settings = {**os.environ, "GRADIOMETER_SPOOL": str(tmp_path / "spool")}
+    with (tmp_path / "errors").open("w+") as errors:
+        demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=settings)
+        assert demo.stdout is not None
+        assert demo.stdout.readline().startswith("Gradiometer is at")
+        demo.stdout.close()
+        assert demo.wait(START_TIMEOUT_S) == cli.EXIT_BROKEN_PIPE
+        errors.seek(0)
+        assert "Traceback" not in errors.read()
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

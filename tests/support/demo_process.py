@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.support.eventually import eventually
 
@@ -92,6 +94,19 @@ class DemoProcess:
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
         return self._process.wait(END_TIMEOUT_S)
+
+    def kill(self) -> list[psutil.Process]:
+        """Kill it alone, as the kernel's out-of-memory killer does; returns what it had started, its uplink included."""
+        assert self._process is not None
+        family = psutil.Process(self._process.pid).children(recursive=True)
+        mark = str(self._log.parent)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process not in family and any(mark in part for part in process.cmdline()[4:]):
+                    family.append(process)
+        self._process.kill()
+        self._process.wait()
+        return [process for process in family if process.pid != self._process.pid]
 
     def wait(self) -> int:
         assert self._process is not None

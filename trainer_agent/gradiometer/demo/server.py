@@ -28,7 +28,7 @@ class ServerProcess:
     """
 
     def __init__(self, *, port: int, database: str | None, stop: threading.Event) -> None:
-        self._command = [sys.executable, "-m", "gradiometer_server", "serve", "--quiet"]
+        self._command = [sys.executable, "-m", "gradiometer_server", "serve", "--quiet", "--until-stdin-ends"]
         self._command += ["--host", "127.0.0.1", "--port", str(port)]
         self._command += ["--database", database] if database else []
         self._stop = stop
@@ -39,7 +39,8 @@ class ServerProcess:
         # A session of its own: Ctrl-C in the terminal reaches only the demo, which then stops things in order.
         self._process = subprocess.Popen(
             self._command,
-            stdin=subprocess.DEVNULL,
+            # Never written to: it ends with the demo, by whatever signal that dies, and the server with it.
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -63,8 +64,9 @@ class ServerProcess:
             process.kill()
             process.wait()
         self._reader.join(1.0)
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def wait_until_listening(self) -> str | None:
         """Base URL of the server, without a slash at the end; None if the demo was stopped meanwhile.
