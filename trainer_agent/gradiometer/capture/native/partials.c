@@ -190,19 +190,25 @@ DEFINE_FUNCTIONS(avx2, AVX2, f16c_widen_float16)
 #endif
 
 #ifdef HAS_AVX2_PATH
-/* Not every compiler's __builtin_cpu_supports knows the name "f16c". */
-static int has_f16c(void)
+/* AVX2, FMA and F16C, and a system that saves their registers. Asked of the processor itself: a compiler's
+ * __builtin_cpu_supports needs its run-time library, and not every compiler's knows all three. */
+static int has_avx2(void)
 {
-    unsigned int a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    enum { AVX = 1 << 28, OSXSAVE = 1 << 27, BASICS = bit_FMA | bit_F16C | AVX | OSXSAVE, XMM_AND_YMM = 6 };
+    unsigned int a, b, c, d, enabled, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & BASICS) != BASICS)
+        return 0;
+    __asm__("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
+    if ((enabled & XMM_AND_YMM) != XMM_AND_YMM)
+        return 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
 }
 #endif
 
 static const Functions *functions(int32_t path)
 {
 #ifdef HAS_AVX2_PATH
-    __builtin_cpu_init();
-    if (path != PORTABLE && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
+    if (path != PORTABLE && has_avx2())
         return &avx2_functions;
 #endif
     (void)path;
