@@ -75,7 +75,7 @@ def main():
     torch.manual_seed(0)
     model = wrap(kind, Net(), world_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    run.watch(model, optimizer)
+    run.watch(model, optimizer, statistics="full")
     norms = {}
     for step in range(1, STEPS[kind] + 1):
         now = step == BAD_STEP[kind] and rank == BAD_RANK

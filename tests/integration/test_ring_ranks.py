@@ -73,6 +73,10 @@ def test_R27_a_nan_on_one_fsdp_rank_names_it_and_its_first_layer_and_ships_256_s
     expected = np.array([[norms[str(step)][name] for step in steps] for name in found["layers"]])
     assert expected.shape == (7, 256)
     np.testing.assert_allclose(np.array(found["values"], dtype=float), expected, rtol=1e-5, atol=1e-12)
+    for statistic in ("rms", "mean", "std", "abs_max", "zero_fraction", "num_nonfinite"):
+        of = one.get(path, rank=bad_rank, statistic=statistic, to=bad_step - 1)
+        assert (of["steps"], of["nonfinite"]) == (steps, [])
+        assert not any(value is None for row in of["values"] for value in row), statistic
     # Rank 0 has other shards: what is in the ring is not what was merged.
     others = np.array([[said[0]["norms"][str(step)][name] for step in steps] for name in found["layers"]])
     assert not np.allclose(others, expected, rtol=1e-2)

@@ -16,6 +16,7 @@ from typing import Final
 
 from gradiometer import wire
 from gradiometer.drops import Drops
+from gradiometer.values import is_train_loss
 
 NUM_STEPS: Final = 256
 """Steps kept before the newest."""
@@ -137,7 +138,7 @@ class Ring:
         if all(map(math.isfinite, row)):
             return
         for column, value in zip(columns, row, strict=True):
-            if not math.isfinite(value) and is_loss(column.name):
+            if not math.isfinite(value) and is_train_loss(column.name):
                 self._trouble(step, f"{column.name} is not finite")
 
     def ask(self, command: wire.Command) -> None:
@@ -205,9 +206,3 @@ def _split(entries: list[_Entry]) -> list[list[_Entry]]:
         parts[-1].append(entry)
         held_bytes += len(entry.values)
     return parts
-
-
-def is_loss(metric: str) -> bool:
-    """Whether `metric` is a training loss: its name says loss, and its group is `train` or none. As the server has it."""
-    group, _, name = metric.rpartition("/")
-    return group in ("", "train") and "loss" in name.lower()

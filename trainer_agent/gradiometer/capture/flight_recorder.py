@@ -25,7 +25,8 @@ from gradiometer.capture.agreement import Agreement
 from gradiometer.capture.observer import StepScalars
 from gradiometer.flight import MAX_BATCHES, FlightDesk
 from gradiometer.guard import Guard
-from gradiometer.recorder import QUIET_STEPS, is_loss
+from gradiometer.recorder import QUIET_STEPS
+from gradiometer.values import is_train_loss
 
 _log: Final = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ class FlightRecorder:
 
     def loss_logged(self, name: str, loss: torch.Tensor) -> None:
         """See `LossObserver`. Waits for the device, which the user has allowed."""
-        if is_loss(name) and not math.isfinite(float(loss.detach())):
+        if is_train_loss(name) and not math.isfinite(float(loss.detach())):
             self._bad_loss = True
 
     def before_read(self) -> None:
