@@ -43,6 +43,7 @@ class Mode:
         element_tolerance: largest error of mean, min and max, as a share of the gradient's rms (mean) or largest
             magnitude (min, max).
         unavailable: metrics that must be told as unavailable.
+        tiers: options of `watch` with which the weights must be the same too.
         findings: names of the exact checks that this loop fails; all other checks must be silent.
         replicas_identical: whether ranks with the same shard key must report the same bits.
     """
@@ -60,6 +61,7 @@ class Mode:
     tolerance: float = 1e-5
     element_tolerance: float = 1e-5
     unavailable: tuple[str, ...] = ()
+    tiers: tuple[dict[str, object], ...] = ()
     findings: tuple[str, ...] = ()
     replicas_identical: bool = True
 
@@ -90,15 +92,16 @@ class Session:
     run: gm.Run | None
     rank: int = 0
     world_size: int = 1
+    options: dict[str, object] = field(default_factory=lambda: {"statistics": "full"})
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     expected: dict[int, Gradients] = field(default_factory=dict)
     notes: dict[str, object] = field(default_factory=dict)
     """Anything JSON can carry that a test of this mode wants to look at."""
 
     def watch(self, model, optimizers, scaler=None, **options):
-        """`Run.watch` with everything in every step, or nothing."""
+        """`Run.watch` with everything in every step (or another tier), or nothing."""
         if self.run is not None:
-            self.run.watch(model, optimizers, scaler, **{"statistics": "full", **options})
+            self.run.watch(model, optimizers, scaler, **{**self.options, **options})
 
     def log(self, metrics, step=None):
         """`Run.log`, or nothing."""
@@ -130,6 +133,11 @@ def play(mode: Mode, folder: Path, *, rank: int = 0) -> None:
         watched = Session(mode=mode, run=run, rank=rank, world_size=mode.world_size)
         said["watched"] = digest(_train(watched))
         said["step"] = run.step
+    for options in mode.tiers:
+        with gm.init(mode="offline", project="modes", name=f"{mode.name}, {options}") as other:
+            session = Session(mode=mode, run=other, rank=rank, world_size=mode.world_size, options=options)
+            assert digest(_train(session)) == said["bare"], f"the agent changed the training: {options}"
+        assert other.failures == {}
     said |= {
         "directory": directory,
         "failures": run.failures,
