@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from gradiometer.spool_reader import SpoolReader
 from gradiometer_server.alerting.engine import AlertEngine
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Episode
-from gradiometer_server.domain.folded import FoldedLayers, FoldedScalars, Layout
-from gradiometer_server.fold.run_fold import FoldSource, RunFold
+from gradiometer_server.domain.folded import Folded, FoldedLayers, FoldedScalars, Layout
+from gradiometer_server.fold.run_fold import SILENCE_S, FoldSource, RunFold
 from tests.integration.modes.mode_checks import Played, relative_error
 
 
@@ -33,27 +34,39 @@ class Shown:
         value = item.statistics["norm"][[item.layout.names.index(name)]]
         return None if is_absent(value)[0] else float(value[0])
 
+    def add(self, items: list[Folded], engine: AlertEngine) -> None:
+        for item in items:
+            for episode in engine.observe(item):
+                self.episodes[episode.alert_id] = episode
+            if isinstance(item, FoldedLayers):
+                self.layers[item.step] = item
+            elif isinstance(item, FoldedScalars):
+                self.values.setdefault(item.step, {}).update(item.values)
+                for name, ranks in item.by_rank.items():
+                    self.by_rank.setdefault(item.step, {})[name] = dict(ranks)
 
-def shown(result: Played) -> Shown:
-    """Folds the records of all ranks, rank after rank."""
+
+def shown(result: Played, *, silent: Collection[int] = (), stopped: Collection[int] = ()) -> Shown:
+    """Folds the records of all ranks, rank after rank.
+
+    Args:
+        silent: ranks of which the server never heard.
+        stopped: ranks that said what they hold, and no more.
+    """
     fold = RunFold(make_layout=lambda names, numels: Layout(layout_id=1, names=names, numels=numels))
     out, engine = Shown(), AlertEngine.restore([], [])
     world_size = result.mode.world_size
-    for rank in range(world_size):
+    heard = [rank for rank in range(world_size) if rank not in silent]
+    for rank in heard:
         fold.add_source(FoldSource(source_id=rank, ordinal=1, rank=rank, world_size=world_size), 0.0)
-    for rank, said in enumerate(result.said):
-        reader = SpoolReader(Path(said["directory"]))
+    for rank in heard:
+        reader = SpoolReader(Path(result.said[rank]["directory"]))
         for seq, data in reader.records():
-            for item in fold.apply(rank, seq, wire.decode_record(data), 0.0):
-                for episode in engine.observe(item):
-                    out.episodes[episode.alert_id] = episode
-                if isinstance(item, FoldedLayers):
-                    out.layers[item.step] = item
-                elif isinstance(item, FoldedScalars):
-                    out.values.setdefault(item.step, {}).update(item.values)
-                    for name, ranks in item.by_rank.items():
-                        out.by_rank.setdefault(item.step, {})[name] = dict(ranks)
+            record = wire.decode_record(data)
+            if rank not in stopped or isinstance(record, (wire.LayerSchema, wire.ScalarSchema)):
+                out.add(fold.apply(rank, seq, record, 0.0), engine)
         reader.close()
+    out.add(fold.tick(SILENCE_S + 1.0), engine)
     return out
 
 

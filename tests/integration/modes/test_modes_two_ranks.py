@@ -139,6 +139,43 @@ def test_stages_with_names_of_their_own_raise_none(folder):
     assert server.values[1]["grad/coverage_fraction"] == 1.0
 
 
+@pytest.mark.parametrize("name", ["FSDP2", "pipeline stages"])
+def test_a_rank_that_falls_silent_shows_and_makes_no_smaller_norm(name, play):
+    server = shown(play(name), stopped=[1])
+    for step in (1, 2, 3):
+        assert 0 < server.values[step]["grad/coverage_fraction"] < 1
+        assert "grad/norm" not in server.values[step]
+        assert server.norm_of(step, "head.weight") is None
+    (episode,) = server.episodes.values()
+    assert (episode.first.rule, episode.first.ranks) == ("incomplete_gradient", (1,))
+    whole = server.norm_of(1, "embedding.weight")
+    assert (whole is not None) == (name == "pipeline stages"), (
+        "the other stage is whole, half of a layer is not"
+    )
+
+
+def test_a_rank_that_never_came_shows_in_what_is_sharded(play):
+    server = shown(play("FSDP2"), silent=[1])
+    assert [one.first.ranks for one in server.episodes.values()] == [(1,)]
+    assert all("grad/norm" not in values for values in server.values.values())
+
+
+def test_a_silent_replica_takes_nothing_away(play):
+    result = play("DDP")
+    server = shown(result, silent=[0])
+    assert server.episodes == {}
+    for step in result.expected:
+        assert server.values[step]["grad/norm"] == pytest.approx(full_norm(result, step), rel=1e-5)
+        assert server.values[step]["grad/coverage_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("mode", two_rank_modes.COUNTED, ids=lambda mode: mode.name)
+def test_the_agent_makes_no_collective(mode, folder):
+    """Not even for gradients that it cannot read without."""
+    result = mode_checks.played(mode, folder)
+    assert result.notes["collectives"] == result.notes_bare["collectives"] > 0
+
+
 def test_clipping_that_raises_in_torch_leaves_the_statistics_right(play):
     """The mode itself holds the statistics against the plain model's."""
     assert "mixed" in play("tensor parallelism").notes["clip"]
