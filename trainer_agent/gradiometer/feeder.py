@@ -31,6 +31,7 @@ second while the disk is stalled. What the gradients' statistics take has a limi
 _GATHER_S: Final = 0.02
 _TELL_DROPS_S: Final = 1.0
 _IDLE_S: Final = 5.0
+_LEAVE_S: Final = 1.0
 _BATCH_REPORTS: Final = 1024
 _REPORT_BYTES, _NUMBER_BYTES, _READBACK_BYTES, _CHAR_BYTES = 300, 40, 1500, 4
 """Measured with `tracemalloc`; of a character, the most that Python takes."""
@@ -111,8 +112,9 @@ class Feeder:
             written = self._closing.done.wait(max(0.0, deadline_s))
         if written:
             # A daemon thread that has run torch code and is still leaving when the interpreter ends is killed inside
-            # C++ frames that must not unwind, which aborts the whole process.
-            self._thread.join(max(0.0, due_s - time.monotonic()))
+            # C++ frames that must not unwind, which aborts the whole process. All it has left to do is to return, so a
+            # deadline that was used up by writing is stretched for that.
+            self._thread.join(max(_LEAVE_S, due_s - time.monotonic()))
         return written
 
     def put_essential(self, report: Report) -> None:
