@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradiometer.capture import fsdp1, groups, layout
+from gradiometer.capture import clip, fsdp1, groups, layout
+from gradiometer.capture.clipped import ClippedNorm
 from gradiometer.capture.naming import PlainNames
 
 
@@ -157,3 +158,33 @@ def test_a_flat_parameter_is_split_and_its_layers_stand_where_their_modules_do()
     assert [layer.shape for layer in built.layers] == [(1,), (2, 2), (2, 3)]
     assert len(built.owners) == 2
     assert fsdp1.pieces(module)[id(module._flat_param)][1].owner is head
+
+
+# -- norms that clipping returns -------------------------------------------------------------------------------------
+
+
+class Spread(torch.Tensor):
+    """As a DTensor of older versions of torch, whose norm is the root of the sum of the ranks' squares."""
+
+    _local_tensor = torch.tensor(1.0)
+    placements = (SimpleNamespace(is_replicate=lambda: False, is_partial=lambda: True),)
+
+
+def test_R16_the_norm_of_the_local_shard_is_not_taken_for_the_norm():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    reading = SimpleNamespace(
+        partials=object(),
+        num_gradients=2,
+        witness=SimpleNamespace(gradient=gradients[0]),
+        has_plain_shards=False,
+        is_scaled=lambda: False,
+    )
+    told = []
+    norm = ClippedNorm(lambda metric, reason: told.append((metric, reason)))
+    norm.see([reading], gradients, torch.tensor(3.0), over_ranks=False)
+    assert [(column.name, float(value)) for column, value in norm.scalars()] == [("grad/clip_norm", 3.0)]
+    norm.see([reading], gradients, torch.tensor(1.0).as_subclass(Spread), over_ranks=False)
+    assert norm.scalars() == ()
+    assert told == [("grad/clip_norm", clip.SPREAD)]

@@ -58,6 +58,11 @@ class _Unseen:
 
 
 _unseen: Final = _Unseen()
+SPREAD: Final = (
+    "this torch's clip_grad_norm_ returned a norm of which each rank holds a part; the whole is total_norm.full_tensor(), "
+    "a collective, which only your own loop may call"
+)
+
 _CHANGING: Final = ("_clip_grads_with_norm_", "clip_grad_value_")
 _listeners: Final[list[ClipListener]] = []
 _undo: Final[list[Callable[[], None]]] = []

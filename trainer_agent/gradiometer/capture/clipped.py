@@ -57,6 +57,8 @@ class ClippedNorm:
                 self._unavailable("grad/clip_norm", CLIPPED_SCALED)
             self._name = "grad/clip_norm_scaled" if is_scaled else "grad/clip_norm"
             self._norm = scalars.local_scalar(total_norm)
+            if self._norm is None and isinstance(total_norm, torch.Tensor):
+                self._unavailable(self._name, clip.SPREAD)
 
     def scalars(self) -> StepScalars:
         """For the report of the step."""
