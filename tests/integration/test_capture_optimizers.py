@@ -391,3 +391,26 @@ def test_gradients_that_a_framework_keeps_elsewhere_are_told_as_not_collected(pl
     out = play(loop)
     assert "keeps the gradients elsewhere" in out.unavailable()["grad/norm"]
     assert out.layers["0.weight"][4][COUNT] == 0
+
+
+def test_a_closure_that_raises_does_not_make_the_next_step_stale(play):
+    model = make()
+    sums = {}
+
+    def loop(run):
+        optimizer = sgd(model.parameters())
+        run.watch(model, optimizer)
+
+        def closure():
+            loss_of(model, 1).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step(closure)
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        sums[1] = model[2].weight.grad.sum().item()
+        optimizer.step()
+
+    assert play(loop).layers["2.weight"][1][SUM] == pytest.approx(sums[1])

@@ -114,13 +114,13 @@ class StepCapture:
         if clip.was_compiled():
             self._unavailable("grad/clip_norm", clip.COMPILED)
         by_keyword = kwargs.get("closure") is not None
-        closure = kwargs["closure"] if by_keyword else args[1] if len(args) > 1 else None
-        if not callable(closure):
-            self._read_unless_done(reading)
-            return None
+        closure: Any = kwargs["closure"] if by_keyword else args[1] if len(args) > 1 else None
         # The closure computes the gradients. Or it does nothing, as in Lightning's manual optimization: then what was
         # read before, at a clip, is of this step, and its witness says so.
-        reading.in_closure = True
+        reading.in_closure = callable(closure)
+        if not reading.in_closure:
+            self._read_unless_done(reading)
+            return None
 
         def observed(*closure_args: Any, **closure_kwargs: Any) -> Any:
             loss = closure(*closure_args, **closure_kwargs)
