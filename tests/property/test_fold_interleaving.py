@@ -40,6 +40,8 @@ class Log:
                 rank=rank,
                 world_size=len(self.records),
                 folded_seq=folded.get(rank + 1, 0),
+                # As the store has it: its exit was seen, and nothing of it is left in the log.
+                closed=folded.get(rank + 1, 0) == len(records),
             )
             fold.add_source(spec, now_s)
             for record in records[: spec.folded_seq]:
