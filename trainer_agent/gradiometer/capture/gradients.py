@@ -171,13 +171,17 @@ class GradientReader:
 
     def owners(self, of: Any = None) -> Sequence[torch.Tensor]:
         """The parameters behind the layers, each once: all, or those of one of several optimizers."""
-        current = self.layout
-        return current.owners if of is None else self._part(current, of).owners
+        return self.layout.owners if of is None else self._part(of).owners
 
-    def _part(self, current: Layout, of: Any) -> _Part:
+    def _part(self, of: Any) -> _Part:
         known = self._parts.get(id(of))
-        if known is None or known.layout is not current:
-            known = self._parts[id(of)] = _Part(current, of)
+        # Only its own groups are counted: with an optimizer per parameter, to count all would be quadratic.
+        if (
+            known is None
+            or known.layout is not self._layout
+            or known.num_updated != layout.num_in_optimizer(of)
+        ):
+            known = self._parts[id(of)] = _Part(self.layout, of)
         return known
 
     # Hot path: training thread, once per optimizer step. Must not change a tensor, read a value of a device
@@ -185,14 +189,14 @@ class GradientReader:
     @torch.no_grad()
     def read(self, of: Any = None) -> Partials:
         """Statistics of the gradients as they are now: of all, or of one of several optimizers."""
-        current = self.layout
+        current = self.layout if of is None else self._part(of).layout
         if current.is_outdated():
             self._layout = None
             current = self.layout
         num_unread = len(self._unread)
         unread: list[int] = []
         found = Found()
-        for row in range(len(current.parameters)) if of is None else self._part(current, of).rows:
+        for row in range(len(current.parameters)) if of is None else self._part(of).rows:
             gradient: Any = current.parameters[row].grad
             if gradient is None:
                 continue
@@ -247,9 +251,10 @@ class GradientReader:
 class _Part:
     """The rows and parameters of one of several optimizers."""
 
-    __slots__ = ("layout", "owners", "rows")
+    __slots__ = ("layout", "num_updated", "owners", "rows")
 
     def __init__(self, current: Layout, optimizer: Any) -> None:
+        self.num_updated = layout.num_in_optimizer(optimizer)
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.layout = current
         self.rows = [row for row, parameter in enumerate(current.parameters) if id(parameter) in ids]

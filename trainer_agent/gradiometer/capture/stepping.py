@@ -68,6 +68,8 @@ class StepCapture:
             reading.reset()
         self._clip_norm.forget()
         self._backward_tasks: set[int] = set()
+        # The reading that was made first, or again.
+        self._first: StepReading | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -163,7 +165,8 @@ class StepCapture:
 
     def _capture(self, reading: StepReading) -> None:
         reading.forget_gradients()
-        if all(other.partials is None for other in self.readings):
+        if self._first is None or self._first is reading:
+            self._first = reading
             self._clip_norm.forget()
             for observer in self.observers:
                 self._guard.call(observer.part, observer.before_read)
