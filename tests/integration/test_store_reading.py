@@ -57,6 +57,29 @@ def test_the_last_attempt_wins_from_its_start_step(database: Database) -> None:
     assert reader.latest([key])[key].values == {"train/loss": 3.0}
 
 
+def test_the_last_complete_step_stays_unless_the_next_attempt_speaks_of_it(database: Database) -> None:
+    key = new_run(database, attempts=((1000, 0), (2000, 60)))
+    val = SeriesKey(key="val/loss")
+    old, new = new_series(database, key, 1, LOSS, val), new_series(database, key, 2, LOSS, val)
+    flush(
+        database,
+        key,
+        (old[0], tail(np.arange(1, 101), np.ones(100))),
+        (old[1], tail([0, 50, 60, 70], np.ones(4))),
+        (new[0], tail([70, 80], [2.0, 2.0])),
+    )
+    # Validation counts for itself, from 0 again.
+    reader = SeriesReader(database, lambda _: {new[1].series_id: tail([0, 1], [2.0, 2.0])})
+    assert reader.raw(key, LOSS.key)[0].tolist() == [*range(1, 61), 70, 80]
+    steps, values = reader.raw(key, val.key)
+    assert (steps.tolist(), values[:, 0].tolist()) == ([0, 1], [2.0, 2.0])
+    whole, first, last = reader.query(key, LOSS.key, attempt=1)
+    assert (whole.first_step_B.tolist(), first, last) == (list(range(1, 101)), 1, 100)
+    assert reader.query(key, val.key, attempt=1)[0].first_step_B.tolist() == [0, 50, 60, 70]
+    with pytest.raises(NotFound, match="train/loss of attempt 3"):
+        reader.query(key, LOSS.key, attempt=3)
+
+
 def test_an_older_launch_that_arrives_late_does_not_win(database: Database) -> None:
     key = new_run(database, attempts=((2000, 5), (1000, 0)))
     newer, older = new_series(database, key, 1, LOSS)[0], new_series(database, key, 2, LOSS)[0]

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gradiometer import process
+from gradiometer import process, spool, wire
 from gradiometer.settings import Settings
 
 _log: Final = logging.getLogger(__name__)
@@ -81,9 +81,29 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def own_rank() -> int:
+    """This process's rank, as far as it is known now."""
+    return _process_group()[1]
+
+
+def mark() -> str:
+    """A text that is equal on all ranks that one launcher started on this machine, and different after a new launch."""
+    pid = os.getppid() if _process_group()[2] > 1 else os.getpid()
+    return f"{socket.gethostname()}:{pid}:{process.start_mark(pid)}"
+
+
 def _alone(settings: Settings) -> _Agreed:
-    attempt = settings.attempt or _now_ms()
+    attempt = settings.attempt or max(_now_ms(), _newest_known(settings) + 1)
     return _Agreed(settings.run_id or new_run_id(attempt), attempt)
+
+
+def _newest_known(settings: Settings) -> int:
+    """The largest attempt of the run that is known here: a clock that was set back must not put this one before it."""
+    if settings.run_id is None:
+        return 0
+    folder = settings.spool / spool.run_folder(settings.run_id)
+    found = [int(path.name) for path in folder.glob("*/") if path.name.isascii() and path.name.isdecimal()]
+    return min(max([settings.previous_attempt, *found]), wire.MAX_STEP - 1)
 
 
 def _env_int(name: str, default: int) -> int:
@@ -137,7 +157,7 @@ def _through_parent(settings: Settings, world_size: int) -> _Agreed:
     attempt = settings.attempt or started_ms + restarts + _num_launches - 1
     if settings.run_id is not None:
         return _Agreed(settings.run_id, attempt)
-    identity = f"{socket.gethostname()}:{os.getppid()}:{process.start_mark(os.getppid())}:{_num_launches}"
+    identity = f"{mark()}:{_num_launches}"
     digest = hashlib.sha256(identity.encode()).digest()
     noise = int.from_bytes(digest[:4], "little") & ((1 << (5 * _RANDOM_CHARS)) - 1)
     return _Agreed(new_run_id(started_ms, noise), attempt)

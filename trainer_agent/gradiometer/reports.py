@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from gradiometer import wire
+from gradiometer.plain import text_of
 from gradiometer.records import Records
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from gradiometer.capture.gradients import Partials
     from gradiometer.capture.readback import Readback
 
+SEVERITIES: Final = ("info", "warning", "error", "critical")
 _FLOATS: Final = frozenset({float})
 
 
@@ -146,6 +148,12 @@ class EventReport:
         records.add_event(
             wire.Event(kind=self.kind, time=self.time, step=self.step, attributes=dict(self.attributes))
         )
+
+
+def alert_attributes(title: object, text: object, severity: object) -> dict[str, str]:
+    """Of an alert of the user's own; an unknown severity is taken as a warning."""
+    known = severity if isinstance(severity, str) and severity in SEVERITIES else "warning"
+    return {"title": text_of(title)[:200], "text": text_of(text)[:4000], "severity": known}
 
 
 def is_valid_step(step: object) -> bool:

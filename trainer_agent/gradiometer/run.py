@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from gradiometer import environment, exits, launch, reports, settings, spool, values, wire
+from gradiometer import environment, exits, launch, reports, resuming, settings, spool, values, wire
 from gradiometer.delivery import Delivery
 from gradiometer.drops import Drops
 from gradiometer.feeder import Feeder
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger(__name__)
 
-SEVERITIES: Final = ("info", "warning", "error", "critical")
 DEADLINE_S: Final = 10.0
 _SIGNAL_DEADLINE_S: Final = 2.0
 _current: Run | None = None
@@ -68,7 +67,8 @@ def init(
         run_id: continue this run as a new attempt; else `GRADIOMETER_RUN_ID`, else a new id.
         url, token: the server; else `GRADIOMETER_URL` and `GRADIOMETER_TOKEN`, else http://127.0.0.1:7717.
         spool: folder for what was not delivered yet; else `GRADIOMETER_SPOOL`.
-        resume: "allow" says that `run_id` is meant to exist already; it is an error to give it without an id.
+        resume: `run_id` may exist ("allow"), must ("must"), must not ("never"); "auto": go on with the run that this
+            command left unfinished; else `GRADIOMETER_RESUME`. See `docs/configuration.md`.
         start_step: optimizer steps that the loaded checkpoint has completed; the next one is `start_step + 1`.
         flight_recorder: folder for steps that go wrong, True: `./gradiometer-dumps`; else `GRADIOMETER_FLIGHT_RECORDER`.
 
@@ -92,9 +92,10 @@ def init(
         start_step=start_step,
         flight_recorder=flight_recorder,
     )
+    resuming.check(resolved)
     if _current is not None:
         _current.finish()
-    _current = Run._open(resolved)
+    _current = Run._open(resuming.continued(resolved))
     return _current
 
 
@@ -106,9 +107,9 @@ def current() -> Run | None:
 class Run(Handle, RecordsBatches):
     """One run as seen from one rank. Made by `init`.
 
-    Without `watch` each `log` without a step is the next step, from `start_step`. With `watch` the optimizer is the
-    clock: the first completed (or skipped) `optimizer.step()` makes step `start_step + 1`, and what is logged without
-    a step belongs to the step whose forward or backward pass has begun, otherwise to the last completed one.
+    Without `watch` each `log` without a step is the step after the largest so far (from `start_step`). With `watch` the
+    optimizer is the clock: the first completed (or skipped) `optimizer.step()` makes step `start_step + 1`, and what is
+    logged without a step belongs to the step whose forward or backward pass has begun, else to the last completed one.
 
     Attributes:
         id: the public id; empty if the run is disabled.
@@ -133,6 +134,7 @@ class Run(Handle, RecordsBatches):
         self._feeder: Feeder | None = None
         self._delivery: Delivery | None = None
         self._exits: exits.ProcessExits | None = None
+        self._memory = resuming.Memory(resolved)
         self._exception_told = False
 
     @classmethod
@@ -158,6 +160,7 @@ class Run(Handle, RecordsBatches):
         self._delivery = Delivery(writer, self._settings, rank=self._identity.rank, guard=self._guard)
         self._feeder = Feeder(writer, self._drops, self._delivery.appended, flight=self._flight)
         self._delivery.start()
+        self._guard.tolerate("resume", self._memory.remember, self._identity)
         self._exits = exits.ProcessExits(self, writer.directory / "fault.log")
         self._exits.install()
         exits.abandon_after_fork(self)
@@ -268,7 +271,8 @@ class Run(Handle, RecordsBatches):
     def mark(self, name: str) -> None:
         """Say that something planned happens now (evaluation, checkpoint, warm-up end), so that rules expect it."""
         if self._feeder is not None:
-            self._guard.tolerate("mark", self._mark, name)
+            attributes = {"name": text_of(name)[: wire.MAX_NAME_CHARS]}
+            self._guard.tolerate("mark", self._event, "marker", attributes)
 
     def finish(self, exit_code: int = 0, *, deadline_s: float = DEADLINE_S) -> None:
         """Close the run: write what is queued, and give the uplink until the deadline to deliver it. Never raises.
@@ -342,17 +346,12 @@ class Run(Handle, RecordsBatches):
         self._logged_step, self._next_step = valid, max(self._next_step, valid + 1)
         return valid
 
-    def _alert(self, title: str, text: str, severity: str) -> None:
-        if not isinstance(severity, str) or severity not in SEVERITIES:
-            self._drops.add(
-                "an alert's severity is unknown, taken as warning", self.step, detail=shown(severity)[:40]
-            )
-            severity = "warning"
-        line, more = text_of(title)[:200], text_of(text)[:4000]
-        self._event("alert", {"title": line, "text": more, "severity": severity})
-
-    def _mark(self, name: str) -> None:
-        self._event("marker", {"name": text_of(name)[: wire.MAX_NAME_CHARS]})
+    def _alert(self, title: object, text: object, severity: object) -> None:
+        attributes = reports.alert_attributes(title, text, severity)
+        if attributes["severity"] != severity:
+            mistake = "an alert's severity is unknown, taken as warning"
+            self._drops.add(mistake, self.step, detail=shown(severity)[:40])
+        self._event("alert", attributes)
 
     def _event(self, kind: wire.EventKind, attributes: dict[str, Any], *, essential: bool = False) -> None:
         feeder = self._feeder
@@ -389,6 +388,8 @@ class Run(Handle, RecordsBatches):
             told = {"code": code, "signal": killer, "inferred": guessed, "reason": reason}
             self._event("exit", told, essential=True)
         self._feeder = None
+        if code == 0 and self._identity is not None:
+            self._guard.tolerate("resume", self._memory.forget, self._identity)
         if _current is self:
             _current = None
         if self._exits is not None:

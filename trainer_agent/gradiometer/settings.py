@@ -34,6 +34,7 @@ class Settings:
         start_step: optimizer steps completed before this attempt.
         token: the server's token, kept out of `repr`.
         resume: whether the run is expected to exist already; see `init`.
+        previous_attempt: an earlier attempt of the run that is known here; this one comes after it. 0: none.
         flight_recorder: folder for dumps; None: off. `max_dumps`: most of them in one process.
     """
 
@@ -51,6 +52,7 @@ class Settings:
     spool: Path
     start_step: int
     resume: Resume | None = None
+    previous_attempt: int = 0
     flight_recorder: Path | None = None
     max_dumps: int = 2
 

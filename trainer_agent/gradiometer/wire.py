@@ -202,7 +202,7 @@ class SourceInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attempt: launch time of the attempt in Unix milliseconds, the same on every rank of the launch; later
             launches are larger. The server shows ordinals 1, 2, ... in this order.
-        start_step: first step this attempt can report; older attempts are cut there in the drawn line.
+        start_step: steps complete before this attempt; older attempts are cut after them in the drawn line. 0: not told.
         environment: versions and hardware as strings (python, torch, device, command line without secrets).
     """
 

@@ -82,7 +82,7 @@ class Source(_Answer):
     host: str
     pid: int
     started_s: float
-    start_step: int = Field(description="first step this attempt can report; older attempts are cut there")
+    start_step: int = Field(description="steps complete before this attempt; older attempts are cut after them")
     last_step: int | None
     dropped_reports: int
     acked_seq: int = Field(description="last record that is durable")
@@ -160,6 +160,9 @@ class SeriesRef(BaseModel):
     run: str = Field(min_length=1, max_length=128, description="run id")
     metric: str = Field(min_length=1, max_length=500)
     rank: int | None = Field(default=None, ge=0, description="null: merged over ranks")
+    attempt: int | None = Field(
+        default=None, ge=1, description="ordinal; null: the line over all of them, where the newest wins"
+    )
 
 
 class SeriesQuery(BaseModel):

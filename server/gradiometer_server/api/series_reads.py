@@ -57,7 +57,7 @@ class SeriesReads:
             if key is None:
                 raise NotFound("run", ref.run)
             found, first, last = self._series.query(
-                key, ref.metric, ref.rank, query.from_, query.to, query.buckets
+                key, ref.metric, ref.rank, query.from_, query.to, query.buckets, attempt=ref.attempt
             )
             if found.mean_BW.shape[1] != 1:
                 raise InvalidRequest(

@@ -85,21 +85,24 @@ class SeriesReader:
         first: int | None = None,
         last: int | None = None,
         buckets: int = 2000,
+        *,
+        attempt: int | None = None,
     ) -> tuple[Buckets, int | None, int | None]:
         """Buckets of a metric over first..last (inclusive; None: all), at most `buckets` of them.
 
         Returns the buckets (B, W) and the first and last step of the whole line, None if it has no points. Every
-        spike and every NaN is in its own bucket, whatever the zoom.
+        spike and every NaN is in its own bucket, whatever the zoom. With `attempt` (an ordinal): all of that attempt,
+        also where a later one took over.
 
         Raises:
-            NotFound: the run has no such metric, or not for this rank.
+            NotFound: the run has no such metric, or not for this rank or attempt.
             InvalidRequest: a range that ends before it begins, or a number of buckets outside 1..100,000.
             CorruptData, StoreUnavailable.
         """
         _check(first, last, buckets)
         tails = self._tails(run_key)
         with self._database.read() as conn:
-            pieces = _pieces(conn, run_key, key, rank, tails)
+            pieces = _pieces(conn, run_key, key, rank, tails, attempt)
             begin, end = extent(pieces)
             width, fetched = _fetch(conn, pieces, first, last, buckets)
         columns = pieces[0].row.series.width
@@ -223,12 +226,22 @@ def _clip(step: int | None, otherwise: int) -> int:
 
 
 def _pieces(
-    conn: Connection, run_key: int, key: str, rank: int | None, tails: Mapping[int, Tail]
+    conn: Connection,
+    run_key: int,
+    key: str,
+    rank: int | None,
+    tails: Mapping[int, Tail],
+    attempt: int | None = None,
 ) -> list[Piece]:
     rows = [row for row in list_series_of_key(conn, run_key, key) if row.series.rank == rank]
+    if attempt is not None:
+        rows = [row for row in rows if row.series.attempt == attempt]
     if not rows:
-        raise NotFound("metric", key if rank is None else f"{key} on rank {rank}")
-    return _cut(conn, run_key, rows, tails)
+        where = (("rank", rank), ("attempt", attempt))
+        raise NotFound(
+            "metric", key + "".join(f" of {what} {number}" for what, number in where if number is not None)
+        )
+    return _cut(conn, run_key, rows, tails, cuts=attempt is None)
 
 
 def _cut(
@@ -251,14 +264,34 @@ def _cut(
                 for row in attempts
             ]
         )
-    pieces = [make_piece(row, tails.get(row.series.series_id), ends.get(row.series.attempt)) for row in rows]
-    return sorted(pieces, key=lambda piece: launches.get(piece.row.series.attempt, 0))
+    rows = sorted(rows, key=lambda row: launches.get(row.series.attempt, 0))
+    return _pieces_until(rows, tails, ends) if cuts else [_whole(row, tails) for row in rows]
+
+
+def _pieces_until(
+    rows: Sequence[SeriesRow], tails: Mapping[int, Tail], ends: Mapping[int, int | None]
+) -> list[Piece]:
+    """Pieces of rows in order of launch, cut at `ends` and where a later launch speaks of the same series."""
+    pieces: list[Piece] = []
+    taken: dict[tuple[str, int | None], int] = {}
+    for row in reversed(rows):
+        name = (row.series.key, row.series.rank)
+        cuts = [cut for cut in (ends.get(row.series.attempt), taken.get(name)) if cut is not None]
+        pieces.append(make_piece(row, tails.get(row.series.series_id), min(cuts, default=None)))
+        first = _whole(row, tails).first_step
+        if first is not None:
+            taken[name] = min(first, taken.get(name, first))
+    return pieces[::-1]
+
+
+def _whole(row: SeriesRow, tails: Mapping[int, Tail]) -> Piece:
+    return make_piece(row, tails.get(row.series.series_id), None)
 
 
 def _first_reported(rows: Sequence[SeriesRow], tails: Mapping[int, Tail]) -> dict[int, int]:
     first: dict[int, int] = {}
     for row in rows:
-        step = make_piece(row, tails.get(row.series.series_id), None).first_step
+        step = _whole(row, tails).first_step
         if step is not None:
             first[row.series.attempt] = min(step, first.get(row.series.attempt, step))
     return first

@@ -59,14 +59,16 @@ class AttemptSpan:
 def attempt_cuts(attempts: Sequence[AttemptSpan]) -> dict[int, int | None]:
     """By ordinal: the step at which an attempt's line ends (exclusive), because a later launch took over; None: never.
 
-    A later launch takes over at its `start_step`. One that declares none (0) takes over at the first step that it
-    reported: it may have resumed from a checkpoint without saying so, and cannot speak for the steps before.
+    A later launch takes over after its `start_step`, the number of steps that were complete before it; in a series in
+    which it speaks of that step, or of earlier ones, the caller cuts there. One that declares none (0) takes over at the
+    first step that it reported: it may have resumed from a checkpoint without saying so, and cannot speak for the
+    steps before.
     """
     cuts: dict[int, int | None] = {}
     cut: int | None = None
     for attempt in sorted(attempts, key=lambda one: one.launch, reverse=True):
         cuts[attempt.ordinal] = cut
-        begin = attempt.start_step if attempt.start_step > 0 else attempt.first_reported
+        begin = attempt.start_step + 1 if attempt.start_step > 0 else attempt.first_reported
         if begin is not None:
             cut = begin if cut is None else min(cut, begin)
     return cuts
