@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import threading
 import time
 from pathlib import Path
@@ -46,6 +48,15 @@ class Delivery:
         if self._online:
             self._ensured_s = self._looked_s = time.monotonic()
             self._guard.tolerate("uplink", self._ensure)
+
+    def announce(self, run_id: str, url: str) -> None:
+        """Say once for all ranks where the run can be seen."""
+        if self._rank != 0:
+            return
+        where = url if self._online else f"offline, spool {self._writer.attempt_directory}"
+        # Standard error may be closed, or a pipe that nobody reads.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"gradiometer: run {run_id} ({where})\n")
 
     def _ensure(self, patience_s: float = uplink.START_TIMEOUT_S) -> bool:
         with self._ensuring:

@@ -10,8 +10,11 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from gradiometer import wire
 from gradiometer.drops import Drops
+from gradiometer.plain import plain
 from gradiometer.recorder import Ring
 
 MAX_SCALAR_SCHEMAS: Final = 256
@@ -123,7 +126,12 @@ class Records:
     def add_event(self, event: wire.Event) -> None:
         """Add an event after everything that was added before."""
         self._close_frames()
-        self._append(wire.encode(event))
+        try:
+            record = wire.encode(event)
+        except UnicodeEncodeError:
+            # Texts of errors, paths and names may hold what UTF-8 cannot carry; most do not, and are not looked at.
+            record = wire.encode(msgspec.structs.replace(event, attributes=plain(event.attributes)))
+        self._append(record)
 
     def add_ring(self, *, final: bool = False) -> None:
         """Add what the ring has to send, if anything."""

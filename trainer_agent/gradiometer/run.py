@@ -6,10 +6,8 @@ for the disk, the network or the device, or changes a result; what is discarded 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +22,7 @@ from gradiometer.flight import RecordsBatches, desk_of
 from gradiometer.guard import Guard
 from gradiometer.handle import Handle
 from gradiometer.last_words import LastWords
+from gradiometer.phases import TimesData
 from gradiometer.plain import shown, text_of
 from gradiometer.reports import EventReport, Report, ScalarReport
 from gradiometer.watching import Watches
@@ -104,7 +103,7 @@ def current() -> Run | None:
     return _current
 
 
-class Run(Handle, RecordsBatches):
+class Run(Handle, RecordsBatches, TimesData):
     """One run as seen from one rank. Made by `init`.
 
     Without `watch` each `log` without a step is the step after the largest so far (from `start_step`). With `watch` the
@@ -164,12 +163,7 @@ class Run(Handle, RecordsBatches):
         self._exits = exits.ProcessExits(self, writer.directory / "fault.log")
         self._exits.install()
         exits.abandon_after_fork(self)
-        if self._identity.rank == 0:
-            online = self._settings.mode == "online"
-            where = self.url if online else f"offline, spool {writer.attempt_directory}"
-            # Standard error may be closed, or a pipe that nobody reads.
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(f"gradiometer: run {self.id} ({where})\n")
+        self._delivery.announce(self.id, self.url)
 
     @property
     def url(self) -> str:
@@ -305,6 +299,8 @@ class Run(Handle, RecordsBatches):
         """This is a forked child (a DataLoader worker): the run belongs to the parent."""
         self._feeder = None
         self._delivery = None
+        # Another thread of the parent may have held its lock at the moment of the fork.
+        self._drops = Drops()
         self._watches.abandon()
         if self._exits is not None:
             self._exits.abandon()

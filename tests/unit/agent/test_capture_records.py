@@ -23,6 +23,15 @@ def kinds(decoded_records):
     return [type(record).__name__ for record in decoded_records]
 
 
+def test_texts_that_are_no_unicode_do_not_cost_the_event():
+    made = records.Records()
+    attributes = {"title": "lone \ud800", "facts": {"path\udcff": ["x\udcff", 1.5, None]}}
+    made.add_event(wire.Event(kind="check", time=1.0, step=3, attributes=attributes))
+    [event] = map(wire.decode_record, made.take())
+    assert event.attributes == {"title": "lone ?", "facts": {"path?": ["x?", 1.5, None]}}
+    assert (event.kind, event.step) == ("check", 3)
+
+
 def test_a_schema_is_declared_once_and_steps_share_a_frame():
     builder = records.Records()
     for step in (1, 2):
