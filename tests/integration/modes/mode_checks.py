@@ -22,6 +22,8 @@ from tests.integration.modes.mode_framework import Mode
 from tests.support import modes_table
 from tests.support.recorded import Recorded, recorded
 
+REWRITE = "GRADIOMETER_TEST_REWRITE_MODES"
+"""Set by `make modes`: the page is about to be written anew."""
 ROOT = Path(__file__).resolve().parents[3]
 EXACT = [COUNT, NUM_ZEROS, NUM_NONFINITE]
 
@@ -139,7 +141,7 @@ def check(result: Played) -> modes_table.Row:
     )
     modes_table.keep(row)
     cells = modes_table.rows_of(modes_table.PAGE.read_text()).get(mode.name)
-    if cells is not None:
+    if cells is not None and REWRITE not in os.environ:
         # The last bits differ from machine to machine, so an order of magnitude is not a contradiction.
         assert worst <= max(10 * modes_table.bound_of(cells[3]), 1e-6), f"docs/modes.md says {cells[3]}"
     return row
