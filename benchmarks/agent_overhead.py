@@ -95,6 +95,10 @@ def tools_for(workload: Workload) -> Iterator[tuple[str, Callable[[], Tool]]]:
     yield "gradiometer, full (default)", lambda: Ours(parameters, statistics="full")
     yield "gradiometer, full, no forward probe", lambda: Ours(parameters, statistics="full", forward=False)
     yield (
+        "gradiometer, norms, without the native kernel",
+        lambda: Ours(parameters, statistics="norm", kernel=False),
+    )
+    yield (
         "gradiometer, full, without the native kernel",
         lambda: Ours(parameters, statistics="full", kernel=False),
     )
