@@ -118,7 +118,7 @@ def chunk_partials(
     squares = squares.to(tl.float64)
     if DTYPE == tl.float32:  # noqa: SIM300  what looks like a constant is the variable
         overflowed = (squares == float("inf")) | (total != total) | (tl.abs(total) == float("inf"))
-        underflowed = (squares < SMALLEST_MEAN_SQUARE * num) & (zeros < num)
+        underflowed = (squares < num.to(tl.float32) * SMALLEST_MEAN_SQUARE) & (zeros < num)
         if (nans == 0) & (overflowed | underflowed):
             total, squares = _sums(base, num, tl.float64, BLOCK)
     nan = float("nan")
