@@ -104,6 +104,10 @@ class Behaviour:
     """Store this many messages and cut the connection instead of acknowledging them."""
     mute: bool = False
     """Store everything and say nothing."""
+    answer_after_s: float = 0.0
+    """Let everybody wait so long for each answer."""
+    drop_every: int = 0
+    """Cut the connection instead of taking every so-manieth message of records; 0: none."""
 
 
 class IngestDouble:
@@ -115,6 +119,7 @@ class IngestDouble:
         self.port = 0
         self.num_connections = 0
         self.num_upgrades = 0
+        self.num_messages = 0
         self.headers: list[dict[str, str]] = []
         self._server: Server | None = None
         self._thread: threading.Thread | None = None
@@ -175,6 +180,7 @@ class IngestDouble:
                 message = wire.decode_client_message(data)
                 if isinstance(message, wire.Hello):
                     run_id = message.run.run_id
+                time.sleep(self.behaviour.answer_after_s)
                 answer = self._answer(run_id, message)
                 if answer == "die":
                     connection.socket.shutdown(2)
@@ -194,6 +200,9 @@ class IngestDouble:
                 self.model.statuses.append(message)
                 return None
             case wire.Records():
+                self.num_messages += 1
+                if behaviour.drop_every and self.num_messages % behaviour.drop_every == 0:
+                    return "die"
                 if behaviour.busy:
                     behaviour.busy -= 1
                     return wire.Problem(code="store_unavailable", message="the disk is full", remedy="Wait.")

@@ -38,7 +38,7 @@ def stored(server: Server, run: str, metric: str) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_no_step_is_missing_or_double_after_twenty_server_kills(
+def test_R57_no_step_is_missing_or_double_after_twenty_server_kills(
     server: Callable[..., Server], spool: Path, tmp_path: Path
 ) -> None:
     one = server()

@@ -95,7 +95,7 @@ def check_crashed(server: Server, run: str, expected: dict[int, float], killed_s
 
 
 @pytest.mark.slow
-def test_twenty_killed_trainings_lose_no_step_of_their_spool(
+def test_R60_R61_twenty_killed_trainings_lose_no_step_of_their_spool(
     server: Callable[..., Server], spool: Path, tmp_path: Path
 ) -> None:
     one = server()
@@ -203,7 +203,7 @@ ENDS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def test_the_server_shows_how_each_trainer_ended(server: Callable[..., Server], spool: Path) -> None:
+def test_R60_the_server_shows_how_each_trainer_ended(server: Callable[..., Server], spool: Path) -> None:
     one = server()
     trainers = {end: start_plain(one, spool, f"end-{end}", end) for end, _, _ in ENDS}
     try:

@@ -179,7 +179,7 @@ def test_a_folder_too_deep_for_a_socket_path_is_no_slower(
     eventually(lambda: len(double.model.records()) == 21)
 
 
-def test_without_a_server_the_uplink_lingers_and_sync_delivers_later(
+def test_R59_without_a_server_the_uplink_lingers_and_sync_delivers_later(
     start_trainer: StartTrainer, double: IngestDouble, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     double.stop()

@@ -48,6 +48,10 @@ __all__ = [
 ]
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024
+_SHORTEST_SEGMENT_BYTES: Final = 4096
+_SEGMENTS_WITHIN_LIMIT: Final = 8
+"""The newest segment is never deleted while its run lives: it must be a small part of what the spool may hold, or a
+spool that was full once would stay so."""
 LINGER_S: Final = 86400.0
 DEFAULT_MAX_BYTES: Final = 4 * 1024**3
 ESSENTIAL_RESERVE_BYTES: Final = 1024 * 1024
@@ -232,6 +236,8 @@ class SpoolWriter:
         self.directory = directory
         self.attempt_directory = directory.parent
         self._max_bytes = max_bytes
+        most_bytes = min(SEGMENT_BYTES, max_bytes // _SEGMENTS_WITHIN_LIMIT)
+        self._most_segment_bytes = max(_SHORTEST_SEGMENT_BYTES, most_bytes)
         self._fd: int | None = None
         self._segment_bytes = 0
         self._torn = False
@@ -305,7 +311,7 @@ class SpoolWriter:
             raise SpoolError(
                 f"the spool at {self.directory} was deleted while the run is writing it. Leave the folders of live runs alone."
             )
-        if self._fd is None or self._segment_bytes >= SEGMENT_BYTES:
+        if self._fd is None or self._segment_bytes >= self._most_segment_bytes:
             packed = self._roll(packed)
         assert self._fd is not None
         try:
