@@ -101,6 +101,10 @@ def test_a_plain_loop(spool):
         "memory/allocated_bytes",
         "memory/reserved_bytes",
         "memory/peak_allocated_bytes",
+        "memory/alloc_retries",
+        "memory/fragmentation_fraction",
+        "memory/activations_bytes",
+        "memory/device_total_bytes",
     }
 
 

@@ -25,15 +25,19 @@ class Guard:
         on_failure: told the part and the error of its first failure; itself guarded.
 
     Attributes:
-        spent_s: the agent's own time on the training thread since somebody last set it to 0.
+        spent_s: the agent's own time on the training thread, all that was booked so far.
     """
 
     def __init__(self, on_failure: Callable[[str, Exception], None] | None = None) -> None:
         self._on_failure = on_failure
         self.spent_s = 0.0
-        self._is_inside = False
+        self._is_inside, self._started_s = False, 0.0
         self.failures: dict[str, int] = {}
         self._off: set[str] = set()
+
+    def agent_s(self, now_s: float) -> float:
+        """`spent_s` at `now_s` of `time.perf_counter`, with what the call under way has taken so far."""
+        return self.spent_s + (now_s - self._started_s if self._is_inside else 0.0)
 
     def is_off(self, part: str) -> bool:
         """Whether `part` was switched off."""
@@ -67,7 +71,8 @@ class Guard:
         """Like `call`, for what the training calls: the time that it takes is booked, once where one is in another."""
         if self._is_inside:
             return self.call(part, function, *args, **kwargs)
-        started_s, self._is_inside = time.perf_counter(), True
+        started_s = self._started_s = time.perf_counter()
+        self._is_inside = True
         try:
             return self.call(part, function, *args, **kwargs)
         finally:
@@ -80,7 +85,8 @@ class Guard:
         """Like `tolerate`, and booked like `entered`."""
         if self._is_inside:
             return self.tolerate(part, function, *args, **kwargs)
-        started_s, self._is_inside = time.perf_counter(), True
+        started_s = self._started_s = time.perf_counter()
+        self._is_inside = True
         try:
             return self.tolerate(part, function, *args, **kwargs)
         finally:

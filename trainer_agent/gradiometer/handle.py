@@ -6,9 +6,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from gradiometer import exits
+from gradiometer.phases import TimesData
 
 
-class Handle:
+class Handle(TimesData):
     """Something of which there is one, like an open file."""
 
     def finish(self, exit_code: int = 0) -> None:

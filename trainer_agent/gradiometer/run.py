@@ -22,7 +22,6 @@ from gradiometer.flight import RecordsBatches, desk_of
 from gradiometer.guard import Guard
 from gradiometer.handle import Handle
 from gradiometer.last_words import LastWords
-from gradiometer.phases import TimesData
 from gradiometer.plain import shown, text_of
 from gradiometer.reports import EventReport, Report, ScalarReport
 from gradiometer.watching import Watches
@@ -103,7 +102,7 @@ def current() -> Run | None:
     return _current
 
 
-class Run(Handle, RecordsBatches, TimesData):
+class Run(Handle, RecordsBatches):
     """One run as seen from one rank. Made by `init`.
 
     Without `watch` each `log` without a step is the step after the largest so far (from `start_step`). With `watch` the

@@ -102,6 +102,7 @@ class Watch:
             name=self._name,
             start_step=self._clock.start_step if self._clock.step == self._clock.start_step else 0,
             checks=checks,
+            num_gradients=lambda: sum(reading.num_gradients for reading in self._capture.readings),
             emit=self._put,
             unavailable=self._unavailable,
             guard=self._guard,

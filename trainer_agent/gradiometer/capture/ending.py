@@ -37,6 +37,9 @@ class StepEnding:
         probe: the forward probe, where there is one.
         is_clock: whether the run's own numbers (times, scale, memory) belong to this watch.
         reads_rss: see `StepReport`.
+
+    Attributes:
+        at_s: when an optimizer last stepped, of `time.perf_counter`.
     """
 
     def __init__(
@@ -55,13 +58,14 @@ class StepEnding:
         self._rates, self._clip_norm, self._times = rates, clip_norm, Times(guard)
         self._is_clock, self._reads_rss = is_clock, reads_rss
         self._unavailable = unavailable
+        self.at_s = 0.0
         self._forwards: list[forward.ForwardReport] = []
         self._num_empty = 0
 
     # Hot path: training thread, once per step and optimizer. Must not read the scale.
     def see(self) -> None:
         """An optimizer stepped, or was skipped: keep what is true now."""
-        self._at_s, self._time = time.perf_counter(), time.time()
+        self.at_s, self._time = time.perf_counter(), time.time()
         self._scale = scaling.scale_of(self._scaler) if self._scaler is not None else None
         if self._probe is not None:
             seen = self._guard.call("forward probe", self._probe.take)
@@ -110,4 +114,4 @@ class StepEnding:
         if not self._is_clock:
             return ()
         scale = [] if self._scale is None else [(wire.Column("scaler/scale"), self._scale)]
-        return [*scale, *self._clip_norm.scalars(), *self._times.end_step(self._at_s)]
+        return [*scale, *self._clip_norm.scalars(), *self._times.end_step(self.at_s)]

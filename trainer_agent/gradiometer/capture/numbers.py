@@ -67,10 +67,11 @@ class Times:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._ended_s: float | None = None
+        self._before_s = 0.0
 
     def end_step(self, now_s: float) -> StepScalars:
         """A step ends at `now_s` of `time.perf_counter`. What the end of a step costs is booked on the next one."""
-        spent_s, self._guard.spent_s = self._guard.spent_s, 0.0
+        spent_s, self._before_s = self._guard.spent_s - self._before_s, self._guard.spent_s
         before_s, self._ended_s = self._ended_s, now_s
         agent = (wire.Column("agent/step_s", "max"), spent_s)
         if before_s is None or now_s <= before_s:

@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from gradiometer import wire
-from gradiometer.capture import memory
 from gradiometer.guard import Guard
 from gradiometer.reports import Report
 
@@ -31,6 +30,7 @@ class Watched:
         name: tells watches apart; empty for the first.
         start_step: optimizer steps that a loaded checkpoint had completed; 0 for a watch added after the first step.
         checks: whether the user wants the exact checks.
+        num_gradients: how many were read in the step under way.
         emit: takes a report; must not wait.
         unavailable: told a metric and why it cannot be collected; may be told again.
     """
@@ -43,6 +43,7 @@ class Watched:
     name: str
     start_step: int
     checks: bool
+    num_gradients: Callable[[], int]
     emit: Callable[[Report], None]
     unavailable: Callable[[str, str], None]
     guard: Guard
@@ -77,42 +78,33 @@ class LossObserver(Protocol):
         ...
 
 
+@runtime_checkable
+class SteppingObserver(Protocol):
+    """An observer that also wants to know when the optimizers themselves work."""
+
+    part: str
+
+    def stepping(self) -> None:
+        """An optimizer begins its step; the agent has done what it does before."""
+        ...
+
+    def stepped(self, at_s: float) -> None:
+        """At `at_s` of `time.perf_counter` an optimizer ended its step, or was skipped. Perhaps the last one."""
+        ...
+
+
 def observers_of(watched: Watched) -> list[StepObserver]:
     """All observers that apply."""
     # Here, because these are observers themselves.
     from gradiometer.capture import checks
+    from gradiometer.capture.memory_ledger import MemoryLedger
     from gradiometer.capture.microbatches import MicroBatches
+    from gradiometer.capture.timing import TimeLedger
 
     found: list[StepObserver] = []
     if watched.checks:
         found += checks.all_of(watched)
+    found.append(MemoryLedger(watched))
     if watched.is_clock:
-        found += [DeviceMemory(watched), MicroBatches(watched)]
+        found += [MicroBatches(watched), TimeLedger(watched)]
     return found
-
-
-class DeviceMemory:
-    """What torch's allocator holds on the model's device, once per step."""
-
-    part = "device memory"
-
-    def __init__(self, watched: Watched) -> None:
-        self._device = watched.device
-        if self._device.type != "cuda":
-            reason = f"the model is on {self._device.type}: torch counts memory on CUDA only"
-            for metric in memory.DEVICE_METRICS:
-                watched.unavailable(metric, reason)
-
-    def before_read(self) -> None:
-        """See `StepObserver`."""
-
-    def end_step(self, step: int) -> StepScalars:
-        """See `StepObserver`."""
-        if self._device.type != "cuda":
-            return ()
-        return [
-            (wire.Column(name, "max"), value) for name, value in memory.device_bytes(self._device).items()
-        ]
-
-    def close(self) -> None:
-        """See `StepObserver`."""

@@ -1,4 +1,4 @@
-"""Hides the forward probe's hooks from `torch.jit.script`, which would try to compile them and fail the user's call.
+"""Hides the agent's forward hooks from `torch.jit.script`, which would try to compile them and fail the user's call.
 
 Scripting compiles every forward hook it finds. `torch.jit._recursive.get_hook_stubs` is where it looks; where torch has
 no such function, nothing is patched, and scripting a watched model needs `watch(forward=False)`.
@@ -15,6 +15,7 @@ import torch
 _NAME: Final = "get_hook_stubs"
 _lock: Final = threading.Lock()
 _users: Final[list[object]] = []
+_kinds: Final[set[type]] = set()
 _original: Any = None
 _patched: Any = None
 
@@ -25,9 +26,10 @@ def hide(user: object, kind: type) -> None:
     home: Any = torch.jit._recursive
     with _lock:
         _users.append(user)
+        _kinds.add(kind)
         if _patched is None and hasattr(home, _NAME):
             _original = getattr(home, _NAME)
-            _patched = _without(_original, kind)
+            _patched = _without_ours(_original)
             setattr(home, _NAME, _patched)
 
 
@@ -44,18 +46,20 @@ def show(user: object) -> None:
             _original = _patched = None
 
 
-def _without(original: Any, kind: type) -> Any:
+def _without_ours(original: Any) -> Any:
     @functools.wraps(original)
     def get_hook_stubs(module: Any) -> Any:
-        hooks = module._forward_hooks
-        before = dict(hooks)
-        for key in [key for key, hook in before.items() if isinstance(hook, kind)]:
-            del hooks[key]
+        tables = (module._forward_hooks, module._forward_pre_hooks)
+        before = [dict(hooks) for hooks in tables]
+        for hooks in tables:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, tuple(_kinds))]:
+                del hooks[key]
         try:
             return original(module)
         finally:
             # All of them anew, so that they keep their order.
-            hooks.clear()
-            hooks.update(before)
+            for hooks, all_of_them in zip(tables, before, strict=True):
+                hooks.clear()
+                hooks.update(all_of_them)
 
     return get_hook_stubs

@@ -14,7 +14,7 @@ from gradiometer.capture import backward, clip
 from gradiometer.capture.clipped import ClippedNorm
 from gradiometer.capture.clock import StepNumbers
 from gradiometer.capture.ending import StepEnding
-from gradiometer.capture.observer import StepObserver
+from gradiometer.capture.observer import StepObserver, SteppingObserver
 from gradiometer.capture.progress import NextStep
 from gradiometer.capture.readback import Readback
 from gradiometer.capture.reading import StepReading
@@ -56,6 +56,7 @@ class StepCapture:
         guard: Guard,
     ) -> None:
         self.readings, self.observers = readings, observers
+        self._stepping = [one for one in observers if isinstance(one, SteppingObserver)]
         self._part, self._numbers, self._clip_norm = part, numbers, clip_norm
         self._ending, self._next = ending, following
         self._enter, self._emit, self._unavailable, self._guard = enter, emit, unavailable, guard
@@ -122,7 +123,9 @@ class StepCapture:
         reading.in_closure = callable(closure)
         if not reading.in_closure:
             self._read_unless_done(reading)
+            self._tell_stepping()
             return None
+        self._tell_stepping()
 
         def observed(*closure_args: Any, **closure_kwargs: Any) -> Any:
             loss = closure(*closure_args, **closure_kwargs)
@@ -132,6 +135,10 @@ class StepCapture:
         if by_keyword:
             return args, {**kwargs, "closure": observed}
         return (args[0], observed, *args[2:]), kwargs
+
+    def _tell_stepping(self) -> None:
+        for observer in self._stepping:
+            self._guard.call(observer.part, observer.stepping)
 
     def _begin(self, index: int) -> None:
         """This optimizer is about to step: in the step under way, or in the next one."""
@@ -183,6 +190,8 @@ class StepCapture:
         in_backward = backward.task() is not None
         self.readings[index].end(skip)
         self._ending.see()
+        for observer in self._stepping:
+            self._guard.call(observer.part, observer.stepped, self._ending.at_s)
         if self._together.stepped(index, in_backward=in_backward, live=self._live):
             self.end_step()
 
