@@ -24,7 +24,8 @@ class Drops:
     """Thread-safe counters. The lock is held for a few dictionary operations, never across I/O or a wait."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant, because a signal handler may close the run while its thread is counting here.
+        self._lock = threading.RLock()
         self._totals: dict[str, int] = {}
         self._fresh: dict[str, Drop] = {}
 
