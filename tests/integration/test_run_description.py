@@ -11,7 +11,7 @@ import pytest
 import gradiometer as gm
 from gradiometer import cli, limits, wire
 from gradiometer import spool as spool_module
-from gradiometer_server.ingest.cleaning import LEFT_OUT, cleaned
+from gradiometer_server.ingest.cleaning import cleaned
 from tests.support.server import Server
 from tests.support.wire_client import exit_event, frame, scalar_schema
 
@@ -59,7 +59,7 @@ def test_a_spool_described_beyond_every_limit_is_delivered(
     assert len(shown["name"]) == limits.MAX_LABEL_CHARS
     assert shown["tags"] == ["fine", "a [2J"]
     assert shown["group"] is None
-    assert shown["config"] == {"lr": 0.1, LEFT_OUT: ["data"]}
+    assert shown["config"] == {"lr": 0.1, limits.LEFT_OUT: ["data"]}
     assert shown["latest"] == {"train/loss": 0.5}
     assert not (tmp_path / "spool" / "wordy").exists()
     assert "made to fit: run.name, run.tags, run.group, run.notes, run.config, sources" in one.log

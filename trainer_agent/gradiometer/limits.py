@@ -1,10 +1,13 @@
 """How large a run's own description may be: one set of limits for `init`, which refuses more, and for the server.
 
-Each function answers with what is wrong, as the rest of a sentence that begins with the value's name, or None.
+Each `..._problem` answers with what is wrong, as the rest of a sentence that begins with the value's name, or None. Each
+`fitting_...` gives the value as it can be kept: for what nobody is there to correct, an old spool or a framework's own
+settings.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -22,6 +25,10 @@ MAX_CONFIG_BYTES: Final = 1024 * 1024
 """Largest run configuration, encoded: it is read with every run page."""
 MAX_DEPTH: Final = 32
 """Deepest nesting of configuration and event attributes."""
+LEFT_OUT: Final = "gradiometer: left out"
+"""Key of a cut configuration that names what is missing from it."""
+_NOTE_BYTES: Final = 8 * 1024
+_NAMED_KEYS: Final = 20
 
 
 def label_problem(text: str, max_chars: int = MAX_LABEL_CHARS) -> str | None:
@@ -70,3 +77,36 @@ def structure_problem(value: Any, path: str = "", depth: int = 0) -> str | None:
         items = enumerate(value)
     problems = (structure_problem(item, f"{path}[{key!r:.80}]", depth + 1) for key, item in items)
     return next((problem for problem in problems if problem is not None), None)
+
+
+def fitting_label(text: str) -> str:
+    """One printable line; empty if nothing is left of it."""
+    if label_problem(text) is None:
+        return text
+    printable = (" " if unicodedata.category(char) in ("Cc", "Cs") else char for char in text)
+    return fitting_text("".join(printable).strip(), MAX_LABEL_CHARS)
+
+
+def fitting_text(text: str, max_chars: int) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+
+
+def fitting_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As many of the first keys as fit, and under `LEFT_OUT` which ones do not."""
+    if config_problem(config) is None:
+        return dict(config)
+    kept: dict[str, Any] = {}
+    left_out: list[str] = []
+    room_bytes = MAX_CONFIG_BYTES - _NOTE_BYTES
+    for key, value in config.items():
+        fits = isinstance(key, str) and structure_problem(value, depth=1) is None
+        num_bytes = len(msgspec.msgpack.encode({key: value})) if fits else 0
+        if fits and num_bytes <= room_bytes:
+            kept[key] = value
+            room_bytes -= num_bytes
+        else:
+            left_out.append(fitting_text(str(key), 100))
+    named = left_out[:_NAMED_KEYS]
+    more = len(left_out) - len(named)
+    return {**kept, LEFT_OUT: [*named, f"and {more} more"] if more else named}

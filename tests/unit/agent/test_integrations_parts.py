@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gradiometer as gm
+from gradiometer import limits
 from gradiometer.integrations.losses import LossWindow
 from gradiometer.integrations.session import Session, merged
 from gradiometer.integrations.substitute import Substitute
@@ -144,3 +145,11 @@ def test_a_config_that_is_none_is_told():
     assert merged({"a": 1, "b": 1}, {"b": 2}) == {"a": 1, "b": 2}
     with pytest.raises(ValueError, match="config is a int"):
         merged({}, 3)
+
+
+def test_settings_of_a_framework_that_are_too_large_are_cut(spool):
+    session = Session(None, {"config": {"mine": 1}, "mode": "offline"})
+    labels = {"id2label": {str(index): "a label of a class" * 10 for index in range(20_000)}, "lr": 0.1}
+    run = session.open(config=labels, name="two\nlines")
+    assert run.config == {"lr": 0.1, "mine": 1, limits.LEFT_OUT: ["id2label"]}
+    session.finish()

@@ -13,7 +13,6 @@ import pytest
 from gradiometer import limits, wire
 from gradiometer_server.errors import ProtocolError
 from gradiometer_server.ingest.checks import KnownSchema
-from gradiometer_server.ingest.cleaning import LEFT_OUT
 from gradiometer_server.ingest.session import Session, problem_of
 
 RUN = wire.RunInfo(run_id="run-1", project="tests", name="a run", created_s=1.8e9)
@@ -127,14 +126,14 @@ def test_a_long_but_printable_run_name_passes() -> None:
         ({"tags": ("ok", "", "a\x1bb")}, {"tags": ("ok", "a b")}),
         ({"tags": tuple(f"t{i}" for i in range(300))}, {"tags": tuple(f"t{i}" for i in range(256))}),
         ({"notes": "x" * 65_537}, {"notes": "x" * 65_535 + "…"}),
-        ({"config": {"a": "x" * 1_100_000, "b": 1}}, {"config": {"b": 1, LEFT_OUT: ["a"]}}),
-        ({"config": {"a": {1: 2}, "lr": 0.1}}, {"config": {"lr": 0.1, LEFT_OUT: ["a"]}}),
+        ({"config": {"a": "x" * 1_100_000, "b": 1}}, {"config": {"b": 1, limits.LEFT_OUT: ["a"]}}),
+        ({"config": {"a": {1: 2}, "lr": 0.1}}, {"config": {"lr": 0.1, limits.LEFT_OUT: ["a"]}}),
         (
             {"config": {f"k{i:02d}": "x" * 100_000 for i in range(60)}},
             {
                 "config": {
                     **{f"k{i:02d}": "x" * 100_000 for i in range(10)},
-                    LEFT_OUT: [*(f"k{i:02d}" for i in range(10, 30)), "and 30 more"],
+                    limits.LEFT_OUT: [*(f"k{i:02d}" for i in range(10, 30)), "and 30 more"],
                 }
             },
         ),

@@ -8,8 +8,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Final
 
+from gradiometer import limits
 from gradiometer import run as agent
 from gradiometer.guard import Guard
+from gradiometer.plain import fields_of, plain
 from gradiometer.run import Run
 
 _opened_here: Final[weakref.WeakSet[Run]] = weakref.WeakSet()
@@ -101,7 +103,11 @@ class Session:
         if self.run is None:
             if os.environ.get("GRADIOMETER_PROJECT"):
                 defaults.pop("project", None)
-            options = {**defaults, **self._options, "config": merged(config, self._options.get("config"))}
+            if isinstance(name := defaults.get("name"), str):
+                defaults["name"] = limits.fitting_label(name) or None
+            # A framework's own settings (an `id2label` of 20,000 classes) are nothing that a user could correct.
+            fitting = limits.fitting_config(plain(config))
+            options = {**defaults, **self._options, "config": merged(fitting, self._options.get("config"))}
             options.setdefault("start_step", start_step)
             options.update(_which_run(options, saved_id, new_id))
             self.run = self._own = agent.init(**options)
@@ -156,11 +162,11 @@ def merged(config: Mapping[str, Any], users: Any) -> dict[str, Any]:
     Raises:
         ValueError: the user's config is neither a mapping nor an object with attributes.
     """
-    if users is None or isinstance(users, Mapping):
-        return {**config, **(users or {})}
-    try:
-        return {**config, **vars(users)}
-    except TypeError:
+    if users is None:
+        return dict(config)
+    fields = fields_of(users)
+    if fields is None:
         raise ValueError(
             f"config is a {type(users).__name__}: pass a dict, a dataclass or an argparse.Namespace."
-        ) from None
+        )
+    return {**config, **fields}
