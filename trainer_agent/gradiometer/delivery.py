@@ -60,12 +60,17 @@ class Delivery:
 
     def _ensure(self, patience_s: float = uplink.START_TIMEOUT_S) -> bool:
         with self._ensuring:
-            uplink.ensure_running(
-                self._writer.attempt_directory,
-                url=self._settings.url,
-                token=self._settings.token,
-                patience_s=patience_s,
-            )
+            try:
+                uplink.ensure_running(
+                    self._writer.attempt_directory,
+                    url=self._settings.url,
+                    token=self._settings.token,
+                    patience_s=patience_s,
+                )
+            except uplink.UplinkError:
+                # An uplink that has delivered everything removes the folder; the next one is not needed.
+                if self.directory.is_dir():
+                    raise
         return True
 
     def appended(self) -> None:

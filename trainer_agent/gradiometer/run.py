@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 DEADLINE_S: Final = 10.0
+LONGEST_DEADLINE_S: Final = 7 * 86_400.0
 _SIGNAL_DEADLINE_S: Final = 2.0
 _current: Run | None = None
 
@@ -272,11 +273,11 @@ class Run(Handle, RecordsBatches):
 
         What could not be delivered stays in the spool and is sent later. The second call does nothing.
         """
-        code = exits.exit_code_of(exit_code)
+        code = exits.exit_code_of(values.integer_or_itself(exit_code))
         reason = "finish" if code == 0 else "failed"
         # A mistake here must not leave the run open.
         valid = isinstance(deadline_s, (int, float)) and deadline_s == deadline_s
-        due_s = time.monotonic() + max(0.0, deadline_s if valid else DEADLINE_S)
+        due_s = time.monotonic() + min(max(0.0, deadline_s if valid else DEADLINE_S), LONGEST_DEADLINE_S)
         self._guard.tolerate("finish", self._close, code, None, reason, due_s, False)
 
     def note_exception(self, error: BaseException) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import operator
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -73,6 +74,14 @@ def _key_text(key: object) -> str:
     except Exception:  # noqa: BLE001  a user's __str__ may fail, and the other values of the call must not be lost
         # `checked_name` refuses the empty name.
         return ""
+
+
+def integer_or_itself(value: Any) -> Any:
+    """A plain int for every kind of integer (numpy's are none), anything else as it is."""
+    try:
+        return operator.index(value)
+    except Exception:  # noqa: BLE001  a user's own __index__ may raise anything; then it is no integer
+        return value
 
 
 def is_train_loss(name: str) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gradiometer as gm
+from tests.support.eventually import eventually
 from tests.support.recorded import recorded
 
 
@@ -141,6 +142,31 @@ def test_a_value_whose_conversion_explodes_does_not_reach_the_training(spool, ca
         run.log({"x": 1.0})
     assert run.failures == {"log": 1}
     assert recorded(run.directory).points["x"][max(recorded(run.directory).points["x"])] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ({"exit_code": np.int64(0)}, 0),
+        ({"exit_code": np.int64(3)}, 3),
+        ({"exit_code": True}, 1),
+        ({"exit_code": "no data"}, 1),
+        ({"exit_code": None}, 0),
+        ({"deadline_s": math.inf}, 0),
+        ({"deadline_s": -math.inf}, 0),
+        ({"deadline_s": math.nan}, 0),
+        ({"deadline_s": "soon"}, 0),
+        ({"deadline_s": 10**400}, 0),
+    ],
+)
+def test_finish_closes_the_run_whatever_it_is_given(arguments, code, spool):
+    run = gm.init(mode="offline")
+    run.finish(**arguments)
+    assert run.failures == {}
+    run.finish()
+    # With a deadline of 0 nobody waits for the agent's thread.
+    [event] = eventually(lambda: recorded(run.directory).of_kind("exit"))
+    assert event.attributes["code"] == code
 
 
 def test_what_is_no_mapping_is_counted_and_told_once(spool, caplog):
