@@ -19,7 +19,7 @@ from gradiometer.commands import Inbox
 from gradiometer.drops import Drop, Drops
 from gradiometer.flight import FlightDesk
 from gradiometer.recorder import Ring
-from gradiometer.records import Records, RecordTooLarge
+from gradiometer.records import Records, RecordTooLarge, TooManyNames
 from gradiometer.reports import EventReport, Report
 from gradiometer.spool import SpoolError, SpoolFull, SpoolWriter
 
@@ -39,6 +39,7 @@ _REPORT_BYTES, _NUMBER_BYTES, _READBACK_BYTES, _CHAR_BYTES = 300, 40, 1500, 4
 QUEUE_FULL: Final = "the agent's queue was full"
 SPOOL_FULL: Final = "the spool was full"
 SPOOL_BROKEN: Final = "the spool could not be written"
+TOO_MANY_NAMES: Final = "the run has 10,000 different sets of metric names"
 INTERNAL: Final = "internal error of the agent"
 
 
@@ -217,6 +218,8 @@ class Feeder:
     def _write(self, report: Report) -> None:
         try:
             report.write(self._records)
+        except TooManyNames as error:
+            self._drops.add(TOO_MANY_NAMES, report.step, detail=str(error))
         except Exception as error:  # noqa: BLE001  one bad report must not take its neighbours along
             self._drops.add(INTERNAL, report.step, detail=repr(error))
             _log.debug("gradiometer: a report could not be written", exc_info=error)

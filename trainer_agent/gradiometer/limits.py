@@ -25,6 +25,8 @@ MAX_CONFIG_BYTES: Final = 1024 * 1024
 """Largest run configuration, encoded: it is read with every run page."""
 MAX_DEPTH: Final = 32
 """Deepest nesting of configuration and event attributes."""
+MAX_SCHEMAS: Final = 10_000
+"""Most schemas of one source: a schema per step means that a changing name was used as a metric name."""
 LEFT_OUT: Final = "gradiometer: left out"
 """Key of a cut configuration that names what is missing from it."""
 _NOTE_BYTES: Final = 8 * 1024

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from gradiometer import wire
+from gradiometer import limits, wire
 from gradiometer.drops import Drops
 from gradiometer.plain import plain
 from gradiometer.recorder import Ring
@@ -26,6 +26,10 @@ FRAME_BYTES: Final = 1024 * 1024
 
 class RecordTooLarge(ValueError):
     """A record that the server would refuse; the message says which."""
+
+
+class TooManyNames(ValueError):
+    """A source may not declare more sets of names; the message says which of them is left out."""
 
 
 class _OpenFrame:
@@ -82,14 +86,27 @@ class Records:
         """Add one step's values of a set of columns."""
         known = self._scalar_schemas.get(columns)
         if known is None and len(columns) > 1 and len(self._scalar_schemas) >= MAX_SCALAR_SCHEMAS:
-            for column, value in zip(columns, row, strict=True):
-                self.add_scalars(step, time, (column,), (value,))
+            self._add_one_by_one(step, time, columns, row)
             return
         if known is None:
+            if self._next_schema_id > limits.MAX_SCHEMAS:
+                raise TooManyNames(f"{columns[0].name!r}; do not put a changing number into a name")
             known = self._scalar_schemas[columns] = self._new_id()
         if known in self._undeclared:
             self._declare(known, wire.encode(wire.ScalarSchema(schema_id=known, columns=columns)))
         self._add(self._scalar_frames, known, step, time, struct.pack(f"<{len(row)}d", *row))
+
+    def _add_one_by_one(
+        self, step: int, time: float, columns: tuple[wire.Column, ...], row: Sequence[float]
+    ) -> None:
+        refused: TooManyNames | None = None
+        for column, value in zip(columns, row, strict=True):
+            try:
+                self.add_scalars(step, time, (column,), (value,))
+            except TooManyNames as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     def add_layers(
         self,

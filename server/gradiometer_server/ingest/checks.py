@@ -17,8 +17,6 @@ MAX_WORLD_SIZE: Final = 1_000_000
 MAX_ATTEMPT: Final = 2**53 - 1
 MAX_DIMENSIONS: Final = 64
 """Most dimensions of a layer or of its mesh; a product over more of them takes longer with each one."""
-MAX_SCHEMAS: Final = 10_000
-"""Most schemas of one source: a schema per step means that a changing name was used as a metric name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +122,7 @@ def _schema_fault(
         return _bad("invalid_schema", f"{what}: schema_id must be from 0 to {wire.MAX_STEP}", _AGENT_BUG)
     if schema.schema_id in schemas:
         return _bad("repeated_schema", f"{what} is declared a second time in this source", _NEW_ID)
-    if len(schemas) >= MAX_SCHEMAS:
+    if len(schemas) >= limits.MAX_SCHEMAS:
         return _bad(
             "too_many_schemas", f"{what}: this source declared {len(schemas)} schemas already", _FEWER
         )

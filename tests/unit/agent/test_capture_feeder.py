@@ -9,11 +9,11 @@ import tracemalloc
 import pytest
 import torch
 
+from gradiometer import limits, wire
 from gradiometer import spool as spool_module
-from gradiometer import wire
 from gradiometer.capture import readback
 from gradiometer.drops import Drops
-from gradiometer.feeder import INTERNAL, MAX_BYTES, QUEUE_FULL, SPOOL_FULL, Feeder, size_of
+from gradiometer.feeder import INTERNAL, MAX_BYTES, QUEUE_FULL, SPOOL_FULL, TOO_MANY_NAMES, Feeder, size_of
 from gradiometer.reports import EventReport, ScalarReport, Scalars
 from tests.support.recorded import recorded
 
@@ -129,6 +129,21 @@ def test_memory_is_bounded_whatever_is_put(writer):
     assert 1000 < drops.totals[QUEUE_FULL] < 12_000
     stuck.released.set()
     assert feeder.close(10)
+
+
+def test_names_that_never_end_are_bounded_and_counted(writer, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_SCHEMAS", 300)
+    drops = Drops()
+    feeder = Feeder(writer, drops, lambda: None)
+    for step in range(1000):
+        columns = (wire.Column("loss"), wire.Column(f"loss/{step}"))
+        feeder.put(ScalarReport(step=step, time=0.0, scalars=Scalars(columns=columns, numbers=(1.0, 2.0))))
+    assert feeder.close(10)
+    out = recorded(writer.directory)
+    assert out.num_schemas == 300
+    assert list(out.points["loss"]) == list(range(1000)), "what has a schema is not lost beside what has none"
+    assert drops.totals == {TOO_MANY_NAMES: 1000 - 299}
+    assert sum(event.attributes["reports"] for event in out.of_kind("dropped")) == 1000 - 299
 
 
 def test_a_report_that_breaks_costs_itself_only(writer):
