@@ -61,43 +61,60 @@ def process_rss_bytes() -> float | None:
 class StorageBytes:
     """Adds up what tensors occupy on this rank, each storage once however many tensors share it.
 
+    Args:
+        seen: storages that were counted already; added to.
+
     Attributes:
-        by_dtype: bytes by name of the type ("float32").
-        on_device: bytes on the device that was asked about.
         num_unknown: tensors whose memory could not be found.
     """
 
-    def __init__(self, seen: set[int], device: torch.device | None = None) -> None:
-        self._seen, self._device = seen, device
-        self.by_dtype: dict[str, int] = {}
-        self.on_device = self.num_unknown = 0
+    def __init__(self, seen: set[int]) -> None:
+        self._seen = seen
+        self._bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+        self.num_unknown = 0
 
     @property
     def total(self) -> int:
         """Bytes on all devices."""
-        return sum(self.by_dtype.values())
+        return sum(self._bytes.values())
 
+    @property
+    def by_dtype(self) -> dict[str, int]:
+        """Bytes by name of the type ("float32")."""
+        found: dict[str, int] = {}
+        for (dtype, _), num_bytes in self._bytes.items():
+            name = str(dtype).removeprefix("torch.")
+            found[name] = found.get(name, 0) + num_bytes
+        return found
+
+    def on(self, device: torch.device) -> int:
+        """Bytes on one device."""
+        return sum(num_bytes for (_, where), num_bytes in self._bytes.items() if where == device)
+
+    # Hot path: training thread, for all tensors of a model in one step of 128.
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these tensors: of a DTensor the local shard, as allocated, padding and all."""
         for tensor in tensors:
             try:
-                for part in parts_of(tensor):
-                    self._add(part)
+                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                    self._add(tensor)
+                else:
+                    for part in parts_of(tensor):
+                        self._add(part)
             except (RuntimeError, NotImplementedError):
                 # A layout without storages, such as mkldnn's.
                 self.num_unknown += 1
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        # The address of the data would be 0 for all empty ones, and shared by one that was freed.
+        # Not the address of the data, which is 0 for all empty ones.
         key = storage._cdata
-        if key in self._seen or tensor.is_meta:
+        if key in self._seen:
             return
         self._seen.add(key)
-        name, num_bytes = str(tensor.dtype).removeprefix("torch."), storage.nbytes()
-        self.by_dtype[name] = self.by_dtype.get(name, 0) + num_bytes
-        if tensor.device == self._device:
-            self.on_device += num_bytes
+        place = (tensor.dtype, tensor.device)
+        if place[1].type != "meta":
+            self._bytes[place] = self._bytes.get(place, 0) + storage.nbytes()
 
 
 def parts_of(tensor: Any) -> Iterator[torch.Tensor]:

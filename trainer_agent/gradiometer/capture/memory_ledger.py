@@ -1,13 +1,15 @@
 """The memory ledger: what parameters, gradients and optimizer state occupy, and what is left for activations.
 
-Measured when a step ends: after the update, before the usual `zero_grad`. The exact parts are counted tensor by tensor,
-and anew only when something may have changed: walking thousands of tensors in every step would cost more than all the
-rest of the agent. Peaks are the user's: none is ever reset, and that somebody else does so is told.
+Measured when a step ends, after the update and before the usual `zero_grad`; gradients when they are read, because of
+several optimizers each may clear its own. The exact parts are counted tensor by tensor, and anew only when something may
+have changed: walking thousands of tensors in every step would cost more than all the rest of the agent. Peaks are the
+user's: none is ever reset, and that somebody else does so is told.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -26,6 +28,8 @@ COUNT_EVERY: Final = 128
 """Steps after which everything is counted again though nothing showed a change: tensors were moved or cast."""
 _AT_LEAST: Final = 16
 """Steps between two counts when something does change all the time, such as which experts get a gradient."""
+_STORAGES_PER_STEP: Final = 10
+"""Of very many tensors on average no more than this are looked at in a step (and ten times as many in the case above)."""
 _SHARE_SHOWN: Final = 0.01
 """A type that holds less of its kind is not shown apart: AdamW's step counters."""
 _MAX_OPTIMIZERS: Final = 64
@@ -44,15 +48,22 @@ class MemoryLedger:
     def __init__(self, watched: Watched) -> None:
         self._watched = watched
         self._suffix = f"/{watched.name}" if watched.name else ""
-        self._num_steps = self._next_count = self._counted_at = 0
-        self._key: tuple[int, ...] = ()
+        self._num_steps = self._next_count = self._counted_at = self._num_storages = 0
+        self._key: tuple[int, ...] = (-1,)
+        self._gradients, self._gradients_due = StorageBytes(set()), False
         self._counted: list[tuple[wire.Column, float]] = []
         self.on_device = 0
         self._device = DeviceLedger(watched) if watched.is_clock else None
         _open.append(self)
 
+    # Hot path: training thread, once per step, like `end_step`.
     def before_read(self) -> None:
         """See `StepObserver`."""
+        if self._gradients_due or self._num_steps + 1 >= self._next_count:
+            self._gradients = StorageBytes(set())
+            if not self._is_counted_elsewhere():
+                gradients = (one.grad for one in self._parameters())
+                self._gradients.add(gradient for gradient in gradients if gradient is not None)
 
     # Hot path: training thread, once per step. Must not walk the parameters when nothing changed.
     def end_step(self, step: int) -> StepScalars:
@@ -60,10 +71,13 @@ class MemoryLedger:
         self._num_steps += 1
         key = self._key_now()
         if self._is_due(key):
+            # Gradients came or went: those that there are now are gone when the next step is read.
+            self._gradients_due = key[-1] != self._key[-1]
             self._key, self._counted_at = key, self._num_steps
-            # At steps 1, 2, 4, ..., because optimizers make their state late and LBFGS little by little.
-            self._next_count = self._num_steps + min(self._num_steps, COUNT_EVERY)
             self._count()
+            # At steps 1, 2, 4, ..., because optimizers make their state late and LBFGS little by little.
+            every = max(COUNT_EVERY, self._num_storages // _STORAGES_PER_STEP)
+            self._next_count = self._num_steps + min(self._num_steps, every)
         return self._counted if self._device is None else [*self._counted, *self._device.end_step()]
 
     def close(self) -> None:
@@ -85,12 +99,13 @@ class MemoryLedger:
     def _is_due(self, key: tuple[int, ...]) -> bool:
         if self._num_steps >= self._next_count:
             return True
+        least = max(_AT_LEAST, self._num_storages // (10 * _STORAGES_PER_STEP))
         is_early = self._num_steps <= _AT_LEAST
-        return key != self._key and (is_early or self._num_steps - self._counted_at >= _AT_LEAST)
+        return key != self._key and (is_early or self._num_steps - self._counted_at >= least)
 
     def _count(self) -> None:
         counts = self._counts()
-        self.on_device = sum(count.on_device for count in counts.values())
+        self.on_device = sum(count.on(self._watched.device) for count in counts.values())
         self._counted = []
         for kind, count in counts.items():
             if kind != "buffers" or count.total:
@@ -103,27 +118,33 @@ class MemoryLedger:
             self._watched.unavailable(f"memory/parameters_bytes{self._suffix}", reason)
 
     def _counts(self) -> dict[str, StorageBytes]:
-        model, optimizer = self._watched.model, self._watched.optimizer
         # In the order of the kinds: what an optimizer's state shares with the parameters belongs to the parameters.
         seen: set[int] = set()
-        counts = {kind: StorageBytes(seen, self._watched.device) for kind in KINDS}
-        # FSDP leaves some parameters to the optimizer alone, and frozen ones are in no optimizer.
-        parameters = {id(one): one for one in itertools.chain(parameters_of(optimizer), model.parameters())}
-        # Two watches of one model, each with an optimizer of its own.
-        if not any(other._watched.model is model for other in _open[: _open.index(self)]):
-            counts["parameters"].add(parameters.values())
-            counts["buffers"].add(model.buffers())
-            counts["gradients"].add(one.grad for one in parameters.values() if one.grad is not None)
-        for one in optimizers_in(optimizer):
+        counts = {kind: StorageBytes(seen) for kind in KINDS}
+        if not self._is_counted_elsewhere():
+            counts["parameters"].add(self._parameters())
+            counts["buffers"].add(self._watched.model.buffers())
+        counts["gradients"] = self._gradients
+        for one in optimizers_in(self._watched.optimizer):
             for state in one.state.values():
                 counts["optimizer_state"].add(memory.tensors_in(state))
+        self._num_storages = len(seen)
         return counts
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        """Those of the model, also the frozen ones, and those that only the optimizer has, as with FSDP."""
+        both = itertools.chain(parameters_of(self._watched.optimizer), self._watched.model.parameters())
+        return {id(one): one for one in both}.values()
+
+    def _is_counted_elsewhere(self) -> bool:
+        """Whether this is another watch of the same model, with an optimizer of its own."""
+        before = _open[: _open.index(self)]
+        return any(other._watched.model is self._watched.model for other in before)
 
     def _shown(self, name: str, count: StorageBytes) -> list[tuple[wire.Column, float]]:
         found = [(name, count.total)]
-        shown = {
-            dtype: size for dtype, size in count.by_dtype.items() if size >= _SHARE_SHOWN * count.total > 0
-        }
+        least = _SHARE_SHOWN * count.total
+        shown = {dtype: size for dtype, size in count.by_dtype.items() if size >= least > 0}
         if len(shown) > 1:
             found += [(f"{name}/{dtype}", size) for dtype, size in sorted(shown.items())]
         return [(wire.Column(metric, "max"), float(size)) for metric, size in found]
