@@ -2,11 +2,13 @@
 
 export type Unit = 'bytes' | 'seconds' | 'fraction' | 'plain';
 
-/** The unit that ends a metric's name (`memory/allocated_bytes`, `time/step_s`), as the glossary asks. */
+/** The unit that ends a metric's name (`time/step_s`), or the part before what it is of (`memory/parameters_bytes/float32`). */
 export function unitOf(metric: string): Unit {
-  if (/_bytes$/.test(metric)) return 'bytes';
-  if (/_s$/.test(metric)) return 'seconds';
-  if (/(_fraction|_ratio)$/.test(metric)) return 'fraction';
+  for (const part of [metric, metric.split('/')[1] ?? '']) {
+    if (/_bytes$/.test(part)) return 'bytes';
+    if (/_s$/.test(part)) return 'seconds';
+    if (/(_fraction|_ratio)$/.test(part)) return 'fraction';
+  }
   return 'plain';
 }
 

@@ -50,7 +50,7 @@ describe('ranges', () => {
 
 describe('format', () => {
   it('reads the unit off the end of the name', () => {
-    assert.deepEqual(['memory/allocated_bytes', 'time/step_s', 'grad/zero_fraction', 'train/loss', 'train/bytes'].map(unitOf), ['bytes', 'seconds', 'fraction', 'plain', 'plain']);
+    assert.deepEqual(['memory/allocated_bytes', 'memory/parameters_bytes/bfloat16', 'memory/parameters_bytes/my.critic', 'memory/alloc_retries', 'memory/fragmentation_fraction', 'time/step_s', 'time/data_wait_s', 'grad/zero_fraction', 'train/loss', 'train/bytes', 'plain_s'].map(unitOf), ['bytes', 'bytes', 'bytes', 'plain', 'fraction', 'seconds', 'seconds', 'fraction', 'plain', 'plain', 'seconds']);
   });
   it('writes numbers short and never as a false zero', () => {
     const cases: [number, string][] = [[0, '0'], [0.60124, '0.60124'], [65_536, '65,536'], [3.2e-7, '3.2e-7'], [NaN, 'NaN'], [Infinity, '+Inf'], [-Infinity, '−Inf'], [5e-324, '4.941e-324'], [1.5e12, '1.5e12']];

@@ -130,6 +130,7 @@ def check(result: Played) -> modes_table.Row:
         assert set(reasons) <= set(mode.unavailable), (
             f"not collected, but the mode does not say so: {reasons}"
         )
+        _check_times(out)
     assert result.expected, "nothing to compare with"
     worst = max(_check_step(result, step, rows) for step, rows in result.expected.items())
     row = modes_table.Row(
@@ -145,6 +146,16 @@ def check(result: Played) -> modes_table.Row:
         # The last bits differ from machine to machine, so an order of magnitude is not a contradiction.
         assert worst <= max(10 * modes_table.bound_of(cells[3]), 1e-6), f"docs/modes.md says {cells[3]}"
     return row
+
+
+def _check_times(out: Recorded) -> None:
+    """The phases add up to the step."""
+    phases = [name for name in out.points if name.startswith("time/") and name != "time/step_s"]
+    assert {"time/backward_s", "time/other_s"} <= set(phases)
+    for step, step_s in out.points["time/step_s"].items():
+        spent_s = [out.points[name][step] for name in phases]
+        assert min(spent_s) >= 0.0
+        assert math.isclose(sum(spent_s), step_s, rel_tol=1e-9), f"step {step}: the times do not add up"
 
 
 def _check_step(result: Played, step: int, expected: dict[str, list[float] | None]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from gradiometer.capture.statistics import SUM_SQUARES
 from tests.integration.modes import mode_checks, parallel_modes, two_rank_modes
@@ -179,3 +180,21 @@ def test_the_agent_makes_no_collective(mode, folder):
 def test_clipping_that_raises_in_torch_leaves_the_statistics_right(play):
     """The mode itself holds the statistics against the plain model's."""
     assert "mixed" in play("tensor parallelism").notes["clip"]
+
+
+def test_the_memory_ledger_counts_what_this_rank_holds(play):
+    """FSDP2 cuts along the first dimension, and allocates parts of equal size, the last one padded."""
+    result = play("FSDP2")
+    parameters = [parameter.detach() for parameter in make_net().parameters()]
+    padded = sum(4 * -(-len(one) // 2) * one[0].numel() for one in parameters)
+    for rank, out in enumerate(result.out):
+        parts = [torch.chunk(one, 2) for one in parameters]
+        own = sum(4 * part[rank].numel() for part in parts if rank < len(part))
+        assert set(out.points["memory/parameters_bytes"].values()) == {padded}
+        assert set(out.points["memory/gradients_bytes"].values()) == {padded}
+        # Two moments, which are not padded, and a step counter for each parameter.
+        state = 2 * own + 4 * len(parameters)
+        assert set(out.points["memory/optimizer_state_bytes"].values()) == {state}
+    whole = sum(4 * one.numel() for one in parameters)
+    (of_ddp, _) = play("DDP").out
+    assert set(of_ddp.points["memory/parameters_bytes"].values()) == {whole}

@@ -1,7 +1,7 @@
 """Hides the agent's forward hooks from `torch.jit.script`, which would try to compile them and fail the user's call.
 
 Scripting compiles every forward hook it finds. `torch.jit._recursive.get_hook_stubs` is where it looks; where torch has
-no such function, nothing is patched, and scripting a watched model needs `watch(forward=False)`.
+no such function, nothing is patched, and a watched model cannot be scripted.
 """
 
 from __future__ import annotations
