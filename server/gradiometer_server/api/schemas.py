@@ -82,7 +82,9 @@ class Source(_Answer):
     host: str
     pid: int
     started_s: float
-    start_step: int = Field(description="steps complete before this attempt; older attempts are cut after them")
+    start_step: int = Field(
+        description="steps complete before this attempt; older attempts are cut after them"
+    )
     last_step: int | None
     dropped_reports: int
     acked_seq: int = Field(description="last record that is durable")
