@@ -78,7 +78,7 @@ def test_phases_of_a_device_add_up_to_its_step():
     values = device_time.PhasesReadback(marks, (DATA_WAIT, FORWARD, BACKWARD, OPTIMIZER)).values()
     assert values.tolist() == pytest.approx([2.0, 4.0, 1.5, 0.75, 1.75, 10.0])
     assert values[:5].sum() == pytest.approx(values[5])
-    assert [event.num_waits for event in made] == [0] * 7 + [1, 0]
+    assert [event.num_waits for event in made] == [1] * 8 + [0]
     assert [event.at_s for _, event in device._marks] == [10.0, 12.0]
 
 

@@ -84,7 +84,9 @@ class PhasesReadback:
     def values(self) -> Floats:
         """Waits for the device: agent thread only."""
         events = [event for _, event in self._marks]
-        events[-1].synchronize()
+        # All of them: the training may have used several streams.
+        for event in events:
+            event.synchronize()
         totals = [0.0] * len(NAMES)
         for (phase, event), following in zip(self._marks, events[1:], strict=False):
             if phase is not None:
