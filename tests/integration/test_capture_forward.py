@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradiometer as gm
+from gradiometer.capture import finite, native
+from gradiometer.guard import Guard
 from tests.support.recorded import recorded
 
 
@@ -60,6 +62,17 @@ def outcome(model=None, **options):
     return recorded(run.directory)
 
 
+@pytest.fixture(params=["kernel", "torch"])
+def way(request, monkeypatch):
+    """Outputs are looked at by the native kernel, or as on a device and without the kernel."""
+    if request.param == "torch":
+        monkeypatch.setattr(finite, "tester", lambda: finite.unknown)
+    elif native.load() is None:
+        pytest.skip(native.why_not())
+    return request.param
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_the_first_bad_module_in_forward_order_is_named_before_the_numbers_of_its_step(micro_batches, spool):
     out = outcome(micro_batches=micro_batches)
@@ -78,6 +91,7 @@ def test_recomputation_in_the_backward_pass_does_not_change_the_order(spool):
     assert event.attributes["modules"] == ["middle.0", "middle.1", "last"]
 
 
+@pytest.mark.usefixtures("way")
 def test_a_healthy_run_has_no_event(spool):
     assert outcome(bad_step=None).of_kind("nonfinite_activation") == []
 
@@ -110,14 +124,66 @@ def test_outputs_in_tuples_and_dicts_are_looked_into(spool):
     assert recorded(run.directory).of_kind("nonfinite_activation")[0].attributes == {"modules": ["tree"]}
 
 
-def test_many_micro_batches_take_bounded_memory_and_keep_the_order(spool, monkeypatch):
+def test_many_micro_batches_take_bounded_memory_and_keep_the_order(way, spool, monkeypatch):
     from gradiometer.capture import forward
 
     monkeypatch.setattr(forward, "_FOLD", 3)
     event = outcome(micro_batches=9).of_kind("nonfinite_activation")[0]
     assert event.attributes["modules"] == ["middle.0", "middle.1", "last"]
     monkeypatch.setattr(forward, "MAX_BLOCKS", 2)
-    assert outcome(micro_batches=9, steps=2).of_kind("nonfinite_activation") == []
+    events = outcome(micro_batches=9, steps=2).of_kind("nonfinite_activation")
+    # Finite outputs that the kernel has looked at take none of the memory.
+    assert len(events) == (1 if way == "kernel" else 0)
+
+
+def test_outputs_that_are_all_bad_take_bounded_memory(way, spool, monkeypatch):
+    from gradiometer.capture import forward
+
+    monkeypatch.setattr(forward, "_FOLD", 3)
+    monkeypatch.setattr(forward, "MAX_BLOCKS", 1)
+    model = Net()
+    with torch.no_grad():
+        model.first.weight.fill_(float("nan"))
+    probe = forward.ForwardProbe(model, Guard())
+    for _ in range(5):
+        model(torch.ones(3, 4))
+    report = probe.take()
+    probe.close()
+    assert len(report._order) == 3
+    assert report.nonfinite_modules() == ["first", "middle.0", "middle.1"]
+
+
+def test_a_finite_output_costs_no_operation_with_the_kernel(way):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from gradiometer.capture import forward
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def operations():
+        seen.clear()
+        with Operations():
+            assert model(images).stride(1) == 1
+        return list(seen)
+
+    seen = []
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()).to(memory_format=torch.channels_last)
+    images = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
+    bare = operations()
+    probe = forward.ForwardProbe(model, Guard())
+    probed = operations()
+    if way == "kernel":
+        assert probed == bare
+    else:
+        assert probed.count("aten.aminmax.default") == 2
+    assert probe.has_seen_any()
+    report = probe.take()
+    assert report is None if way == "kernel" else report.nonfinite_modules() == []
+    assert not probe.has_seen_any()
+    probe.close()
 
 
 @pytest.mark.parametrize("forward", [False, None, True])

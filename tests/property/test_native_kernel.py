@@ -31,6 +31,11 @@ def kernels():
 KERNELS = pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: f"path{kernel._path}")
 
 
+def has_nonfinite(kernel, tensor):
+    code = native._torch_dtypes()[tensor.dtype]
+    return kernel.has_nonfinite(tensor.data_ptr(), tensor.numel(), code)
+
+
 def all_partials(tensors):
     """Rows by every way there is, and how exact their sums are; the recipe is never given an empty tensor."""
     # Equal elements in torch's float32 norm of a row: rounding errors add up instead of cancelling.
@@ -119,6 +124,42 @@ def test_a_histogram_counts_every_element_in_the_bin_of_its_power_of_two(dtype, 
         assert_array_equal(kernel.histograms(native.table_of([tensor], eager.flat)), [wanted])
     assert_array_equal(eager._bins_of_cpu(tensor), wanted)
     assert_array_equal(eager._bins_of_device(tensor).numpy(), wanted)
+
+
+@DTYPES
+@given(data=st.data())
+def test_what_is_not_finite_is_found_anywhere_and_nothing_else_is(dtype, data):
+    tensor = data.draw(gradients(dtype))
+    for kernel in kernels():
+        assert has_nonfinite(kernel, tensor) == (not bool(torch.isfinite(tensor).all()))
+
+
+@KERNELS
+@DTYPES
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_one_element_that_is_not_finite_is_found_in_every_place(kernel, dtype, value):
+    largest = torch.finfo(dtype).max
+    for length in (1, 7, 64, 65, 200):
+        for place in range(length):
+            tensor = torch.full((length + 2,), largest, dtype=dtype)
+            tensor[place + 1] = value
+            assert has_nonfinite(kernel, tensor[1:-1])
+            # Its neighbours are not looked at.
+            assert not has_nonfinite(kernel, tensor[: place + 1])
+            assert not has_nonfinite(kernel, tensor[place + 2 :])
+    for place in (4095, 4096, 8191, 8192, 9000):
+        tensor = torch.full((9001,), -largest, dtype=dtype)
+        assert not has_nonfinite(kernel, tensor)
+        tensor[place] = value
+        assert has_nonfinite(kernel, tensor)
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_half_precision_number_is_finite_or_not(kernel, dtype):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    found = [has_nonfinite(kernel, one) for one in every.split(1)]
+    assert found == (~torch.isfinite(every)).tolist()
 
 
 @KERNELS

@@ -64,8 +64,8 @@ def test_a_file_that_is_no_library(elsewhere):
 @NEEDS_COMPILER
 def test_a_library_of_another_version(elsewhere, monkeypatch):
     text = build.SOURCE.read_text()
-    assert "#define ABI 1 " in text
-    build.SOURCE.write_text(text.replace("#define ABI 1 ", "#define ABI 77 "))
+    assert "#define ABI 2 " in text
+    build.SOURCE.write_text(text.replace("#define ABI 2 ", "#define ABI 77 "))
     assert build.build() is None
     assert "another version" in native._load()
 
@@ -77,6 +77,8 @@ def test_a_library_of_another_version(elsewhere, monkeypatch):
         ("row[SUM] += block.sum;", "row[SUM] += block.sum + 1;", "statistics"),
         ("row[NORM_SUM_SQUARES] += squares;", "row[NORM_SUM_SQUARES] += 2 * squares;", "norms"),
         ("count[0][(bits >> 23) & 255]++;", ";", "histograms"),
+        ("0x7c00u, 0x0400u", "0x7c00u, 0x0200u", "not finite"),
+        ("return (int)(all >>", "return (int)(bits)(seen[0] >>", "not finite"),
     ],
 )
 def test_a_miscompiled_library_is_not_used(elsewhere, right, wrong, what):

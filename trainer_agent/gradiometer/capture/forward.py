@@ -1,9 +1,9 @@
 """Finds the first module whose output held NaN or Inf in the forward pass.
 
 A gradient can only say which layers went bad in backward order; a NaN born in the forward pass spoils all of them.
-Forward hooks on the leaf modules keep the extremes of each output as device scalars. They are read back once per
-optimizer step, on the agent's thread. Nothing of an output is kept, nothing is added to the autograd graph and no
-random number is drawn.
+Forward hooks on the leaf modules look at each output. One in ordinary memory that the native kernel finds finite is
+done with at once; of any other the extremes are kept as device scalars and read back once per optimizer step, on the
+agent's thread. Nothing of an output is kept, nothing is added to the autograd graph and no random number is drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from gradiometer.capture import layout, readback, scalars, scripting
+from gradiometer.capture import finite, layout, readback, scalars, scripting
 from gradiometer.capture.naming import PlainNames
 from gradiometer.capture.readback import Readback
 from gradiometer.guard import Guard
@@ -29,10 +29,10 @@ MAX_BLOCKS: Final = 64
 
 
 class ForwardReport:
-    """Extremes of the outputs of one step, on their way to the agent's thread.
+    """Extremes of the outputs of one step that may not be finite, on their way to the agent's thread.
 
     Args:
-        order: names of the modules whose outputs were seen, in forward order.
+        order: names of the modules that made them, in forward order.
         extremes: for each block of outputs, values of shape (2 * outputs,): minimum and maximum in turn.
     """
 
@@ -101,6 +101,8 @@ class ForwardProbe:
         self._order: list[str] = []
         self._loose: list[torch.Tensor] = []
         self._blocks: list[Readback] = []
+        self._has_seen_any = False
+        self._is_known_finite = finite.tester()
         scripting.hide(self, _LeafHook)
         names = PlainNames(model)
         self._handles = [
@@ -113,15 +115,22 @@ class ForwardProbe:
         self._guard.entered("forward probe", self._record, name, output)
 
     def _record(self, name: str, output: Any) -> None:
-        if len(self._blocks) >= MAX_BLOCKS:
-            return
         tensor = first_floating(output)
         if tensor is None or scalars.is_transformed(tensor) or tensor.numel() == 0:
+            return
+        if self._is_known_finite(tensor):
+            self._has_seen_any = True
+        else:
+            self._keep(name, tensor)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        if len(self._blocks) >= MAX_BLOCKS:
             return
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         with torch.no_grad():
             self._loose += torch.aminmax(tensor.detach())
+        self._has_seen_any = True
         self._order.append(name)
         if len(self._loose) >= 2 * _FOLD:
             self._fold()
@@ -136,10 +145,11 @@ class ForwardProbe:
 
     def has_seen_any(self) -> bool:
         """Whether a forward pass in training mode has run since the last `take`."""
-        return bool(self._order)
+        return self._has_seen_any
 
     def take(self) -> ForwardReport | None:
-        """What was seen since the last call; None if nothing was."""
+        """What may not have been finite since the last call; None: everything was, or nothing was seen."""
+        self._has_seen_any = False
         self._fold()
         if not self._blocks:
             return None
@@ -154,6 +164,7 @@ class ForwardProbe:
             handle.remove()
         self._handles = []
         self._order, self._loose, self._blocks = [], [], []
+        self._has_seen_any = False
 
 
 def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -196,7 +207,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 def first_floating(output: Any, depth: int = 3) -> torch.Tensor | None:
     """The first floating-point tensor in a module's output (a tensor, tuple, list, dict or dataclass-like)."""
-    if layout.is_distributed(output):
+    if type(output) is not torch.Tensor and layout.is_distributed(output):
         output = output._local_tensor
     if isinstance(output, torch.Tensor):
         return output if output.is_floating_point() and output.layout == torch.strided else None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _log: Final = logging.getLogger(__name__)
 
 VARIABLE: Final = "GRADIOMETER_NATIVE"
-ABI: Final = 1
+ABI: Final = 2
 """Equal to that of the source; a library that was built from another one is not used."""
 NUM_BINS: Final = 256
 NORM_WIDTH: Final = 3
@@ -95,6 +95,11 @@ class Kernel:
         bins = np.empty((len(table.lengths), NUM_BINS), dtype=np.uint64)
         self._library.gradiometer_histograms(*_arguments(table), self._path, every, bins.ctypes.data)
         return bins
+
+    # Hot path: training thread, once per module. Reads no further than the first block that has one.
+    def has_nonfinite(self, address: int, length: int, dtype: int) -> bool:
+        """Whether one of `length` contiguous elements at `address` is NaN or infinite."""
+        return bool(self._library.gradiometer_any_nonfinite(address, length, dtype, self._path))
 
     @property
     def uses_avx2(self) -> bool:
@@ -198,8 +203,15 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.gradiometer_histograms.argtypes = [*table, ctypes.c_int64, ctypes.c_void_p]
     for name in ("partials", "norms", "histograms"):
         getattr(library, f"gradiometer_{name}").restype = None
+    library.gradiometer_any_nonfinite.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int32,
+        ctypes.c_int32,
+    ]
     for name in ("abi", "uses_avx2"):
         getattr(library, f"gradiometer_{name}").argtypes = []
+    for name in ("abi", "uses_avx2", "any_nonfinite"):
         getattr(library, f"gradiometer_{name}").restype = ctypes.c_int32
     return library
 
@@ -215,6 +227,9 @@ def self_test(kernel: Kernel) -> str | None:
         (FLOAT32, np.full(40, 1e30, dtype=np.float32), np.full(40, np.float64(np.float32(1e30)))),
         (FLOAT16, halves, halves.astype(np.float64)),
         (BFLOAT16, brains.astype(np.uint16), (brains << 16).view(np.float32).astype(np.float64)),
+        (FLOAT64, np.array([1.0, np.inf]), np.array([1.0, np.inf])),
+        (FLOAT16, np.array([1.0, np.nan], dtype=np.float16), np.array([1.0, np.nan])),
+        (BFLOAT16, np.array([0x3F80, 0xFF80], dtype=np.uint16), np.array([1.0, -np.inf])),
     ]
     table = Table(
         addresses=array("Q", [stored.ctypes.data for _, stored, _ in cases]),
@@ -231,4 +246,10 @@ def self_test(kernel: Kernel) -> str | None:
         return "the library failed its self-test: its norms differ from their definition"
     if kernel.histograms(table).sum(axis=1).tolist() != list(table.lengths):
         return "the library failed its self-test: its histograms do not count every element"
+    found = [
+        kernel.has_nonfinite(*place)
+        for place in zip(table.addresses, table.lengths, table.dtypes, strict=True)
+    ]
+    if found != (expected[:, statistics.NUM_NONFINITE] > 0).tolist():
+        return "the library failed its self-test: it does not find what is not finite"
     return None

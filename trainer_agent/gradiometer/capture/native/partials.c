@@ -1,8 +1,8 @@
 /* Partial statistics of many gradients, each read from memory once; `statistics.exact` in Python is the definition.
  *
  * Called through ctypes with tables of pointers, so it knows neither Python nor torch and fits every version of both.
- * It allocates nothing, keeps no state, starts no thread and needs no libm. One thread is enough, because the pass
- * waits for memory and not for arithmetic.
+ * It allocates nothing, remembers nothing between calls, starts no thread and needs no libm. One thread is enough,
+ * because the pass waits for memory and not for arithmetic.
  *
  * float32 is added up in float over 256 elements, then in double: exact to about 1e-7. A block whose float sum of
  * squares overflowed, underflowed or is not finite is looked at again in double while it is still in the cache.
@@ -23,7 +23,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
-#define ABI 1      /* Another signature or meaning: another number, here and in the loader. */
+#define ABI 2      /* Another signature or meaning: another number, here and in the loader. */
 #define BLOCK 4096 /* Elements looked at together; as floats half of a small first-level cache. */
 #define LANES 16   /* Independent accumulators: what lets a compiler use vector registers without -ffast-math. */
 #define TURNS 16   /* Additions of one lane in its own type before it is folded into double. */
@@ -121,6 +121,43 @@ DEFINE_SQUARES(squares_f64, double, double)
 DEFINE_NONFINITE(nonfinite_f32, float)
 DEFINE_NONFINITE(nonfinite_f64, double)
 
+/* Whether some element is not finite, that is, has an exponent of ones only: one more in its lowest bit carries into the
+ * sign. Integers, so that the baseline compiles to vector instructions too and a signalling NaN signals nothing. */
+#define DEFINE_ANY_NONFINITE(name, bits, exponent, lowest)                                                            \
+    INLINE int name(const bits *x, int64_t n)                                                                         \
+    {                                                                                                                 \
+        enum { WIDE = 128 / sizeof(bits) };                                                                           \
+        bits seen[WIDE] = {0}, all = 0;                                                                               \
+        int64_t i = 0;                                                                                                \
+        for (; i + WIDE <= n; i += WIDE)                                                                              \
+            for (int k = 0; k < WIDE; k++)                                                                            \
+                seen[k] |= (bits)((x[i + k] & (exponent)) + (lowest));                                                \
+        for (; i < n; i++)                                                                                            \
+            all |= (bits)((x[i] & (exponent)) + (lowest));                                                            \
+        for (int k = 0; k < WIDE; k++)                                                                                \
+            all |= seen[k];                                                                                           \
+        return (int)(all >> (8 * sizeof(bits) - 1));                                                                  \
+    }
+
+DEFINE_ANY_NONFINITE(any_nonfinite_f32, uint32_t, 0x7f800000u, 0x00800000u)
+DEFINE_ANY_NONFINITE(any_nonfinite_f64, uint64_t, 0x7ff0000000000000u, 0x0010000000000000u)
+DEFINE_ANY_NONFINITE(any_nonfinite_f16, uint16_t, 0x7c00u, 0x0400u)
+DEFINE_ANY_NONFINITE(any_nonfinite_bf16, uint16_t, 0x7f80u, 0x0080u)
+
+INLINE int any_nonfinite(const void *x, int64_t n, int32_t dtype)
+{
+    switch (dtype) {
+    case FLOAT32:
+        return any_nonfinite_f32(x, n);
+    case FLOAT64:
+        return any_nonfinite_f64(x, n);
+    case FLOAT16:
+        return any_nonfinite_f16(x, n);
+    default:
+        return any_nonfinite_bf16(x, n);
+    }
+}
+
 /* Both conversions are exact: every bfloat16 and every float16 is a float32. */
 INLINE void widen_bfloat16(const uint16_t *from, int64_t n, float *to)
 {
@@ -169,6 +206,7 @@ typedef struct {
     double (*squares_f64)(const double *, int64_t);
     void (*widen_bfloat16)(const uint16_t *, int64_t, float *);
     void (*widen_float16)(const uint16_t *, int64_t, float *);
+    int (*any_nonfinite)(const void *, int64_t, int32_t);
 } Functions;
 
 #define DEFINE_FUNCTIONS(prefix, attributes, half)                                                                     \
@@ -180,9 +218,10 @@ typedef struct {
     attributes static double prefix##_squares64(const double *x, int64_t n) { return squares_f64(x, n); }             \
     attributes static void prefix##_bf16(const uint16_t *x, int64_t n, float *to) { widen_bfloat16(x, n, to); }       \
     attributes static void prefix##_f16(const uint16_t *x, int64_t n, float *to) { half(x, n, to); }                  \
+    attributes static int prefix##_any(const void *x, int64_t n, int32_t d) { return any_nonfinite(x, n, d); }        \
     static const Functions prefix##_functions = {prefix##_sum32,     prefix##_wide32,         prefix##_sum64,         \
                                                  prefix##_squares32, prefix##_wide_squares32, prefix##_squares64,     \
-                                                 prefix##_bf16,      prefix##_f16};
+                                                 prefix##_bf16,      prefix##_f16,            prefix##_any};
 
 DEFINE_FUNCTIONS(portable, , widen_float16)
 #ifdef HAS_AVX2_PATH
@@ -205,14 +244,20 @@ static int has_avx2(void)
 }
 #endif
 
-static const Functions *functions(int32_t path)
+/* Chosen while the library is loaded and never again: under a hypervisor the processor's answers take microseconds. */
+static const Functions *fastest = &portable_functions;
+
+__attribute__((constructor)) static void choose(void)
 {
 #ifdef HAS_AVX2_PATH
-    if (path != PORTABLE && has_avx2())
-        return &avx2_functions;
+    if (has_avx2())
+        fastest = &avx2_functions;
 #endif
-    (void)path;
-    return &portable_functions;
+}
+
+static const Functions *functions(int32_t path)
+{
+    return path == PORTABLE ? &portable_functions : fastest;
 }
 
 /* ---- whole gradients ------------------------------------------------------------------------------------------- */
@@ -390,4 +435,16 @@ EXPORT void gradiometer_histograms(int64_t num, const void *const *data, const i
             add_bins(f, at(data[g], i, dtypes[g]), n, dtypes[g], bins + g * NUM_BINS);
         }
     }
+}
+
+/* 1 if one of `length` elements is NaN or an infinity, else 0; reads no further than the block that has the first. */
+EXPORT int32_t gradiometer_any_nonfinite(const void *data, int64_t length, int32_t dtype, int32_t path)
+{
+    const Functions *f = functions(path);
+    for (int64_t i = 0; i < length; i += BLOCK) {
+        const int64_t n = length - i < BLOCK ? length - i : BLOCK;
+        if (f->any_nonfinite(at(data, i, dtype), n, dtype))
+            return 1;
+    }
+    return 0;
 }
