@@ -2,8 +2,8 @@
 
     python benchmarks/agent_overhead.py [--models gpt2-64 gpt2-512 resnet50 small] [--rounds 5] [--steps 2]
 
-In every round each tool is attached, takes one step to settle, is timed for `--steps` steps and is taken off; the
-order is shuffled anew. The machine may be busy, so only CPU time counts (one torch thread), and only as ratios:
+In every round each tool is attached, settles, is timed for `--steps` steps and is taken off; the order is shuffled
+anew. To settle takes one step, or several of the optimizer alone for a tool that does more in its early steps. The machine may be busy, so only CPU time counts (one torch thread), and only as ratios:
  - *inside*: CPU time of the tool's code on the training thread, as a share of the bare step's CPU time;
  - *floor*: the same as a multiple of reading every gradient once from memory (a sum in C, timed in the same rounds);
  - *step*: CPU time of the whole process per step over that of the bare step, which includes the tool's other threads;
@@ -117,6 +117,20 @@ def one_step(workload: Workload, tool: Tool) -> None:
     workload.optimizer.zero_grad()
 
 
+def settle(workload: Workload, tool: Tool) -> None:
+    """Steps that are not timed. All but the last are of the optimizer alone, because a whole one may take seconds."""
+    if tool.num_early_steps > 1:
+        workload.loss().backward()
+        for _ in range(tool.num_early_steps - 1):
+            # Changed in place, as a backward pass would, so that they count as new.
+            torch._foreach_mul_(
+                [one.grad for one in workload.model.parameters() if one.grad is not None], 1.0
+            )
+            workload.optimizer.step()
+        workload.optimizer.zero_grad()
+    one_step(workload, tool)
+
+
 def cpu_of_children_s() -> float:
     """CPU seconds of the living child processes; 0 where /proc does not tell."""
     ticks, pending = 0, [os.getpid()]
@@ -174,7 +188,7 @@ def measure(workload: Workload, rounds: int, num_steps: int) -> tuple[dict[str, 
         random.shuffle(order)
         for name, tool in order:
             tool.attach(workload.model, workload.optimizer)
-            one_step(workload, tool)
+            settle(workload, tool)
             with no_collection():
                 inside_s, others_s, cpu_s = tool.inside.spent_s, cpu_of_children_s(), time.process_time()
                 for _ in range(num_steps):
@@ -182,7 +196,7 @@ def measure(workload: Workload, rounds: int, num_steps: int) -> tuple[dict[str, 
                 samples[name]["step"].append((time.process_time() - cpu_s) / num_steps)
                 samples[name]["inside"].append((tool.inside.spent_s - inside_s) / num_steps)
                 samples[name]["others"].append((cpu_of_children_s() - others_s) / num_steps)
-            steps_of[name] += num_steps + 1
+            steps_of[name] += num_steps + tool.num_early_steps
             tool.detach()
     for name, tool in tools.items():
         samples[name]["bytes"] = bytes_in(tool.folder) / steps_of[name]

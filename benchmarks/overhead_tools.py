@@ -21,6 +21,7 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer.capture import native
+from gradiometer.capture.forward import _LeafHook
 from gradiometer.guard import Guard
 
 
@@ -53,10 +54,12 @@ class Tool(Protocol):
     Attributes:
         inside: of the code on the training thread.
         folder: what it writes lies there; None: it writes nothing.
+        num_early_steps: after which its work per step is what it will be.
     """
 
     inside: Stopwatch
     folder: Path | None
+    num_early_steps: int
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
     def after_backward(self, loss: torch.Tensor) -> None: ...
@@ -67,6 +70,8 @@ class Tool(Protocol):
 
 class Nothing:
     """The bare step, and the parent of the others."""
+
+    num_early_steps = 1
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -116,6 +121,9 @@ class Ours(Nothing):
         kernel: whether the native kernel may be used.
     """
 
+    # The memory ledger counts all tensors at steps 1, 2, 4, 8, 16, and later once in 128 steps.
+    num_early_steps = 17
+
     def __init__(
         self,
         parameters: list[nn.Parameter],
@@ -133,9 +141,14 @@ class Ours(Nothing):
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         # Everything of the agent that runs in the training goes through its guard.
-        self._unpatched = {name: getattr(Guard, name) for name in ("call", "tolerate", "timed")}
+        self._unpatched = {
+            name: getattr(Guard, name) for name in ("call", "tolerate", "entered", "entered_tolerantly")
+        }
         for name, function in self._unpatched.items():
             setattr(Guard, name, self._around_method(function))
+        # Its first lines are outside the guard.
+        self._hook = _LeafHook.__call__
+        _LeafHook.__call__ = self._around_method(self._hook)
         self._set_kernel(self._kernel)
         self._run = gm.init(project="benchmarks", mode="offline", spool=self._spool)
         self._run.watch(model, optimizer, statistics=self._statistics, forward=self._forward)
@@ -156,6 +169,7 @@ class Ours(Nothing):
         self._set_kernel(True)
         for name, function in self._unpatched.items():
             setattr(Guard, name, function)
+        _LeafHook.__call__ = self._hook
 
     @staticmethod
     def _set_kernel(wanted: bool) -> None:
