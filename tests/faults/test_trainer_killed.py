@@ -94,6 +94,14 @@ def check_crashed(server: Server, run: str, expected: dict[int, float], killed_s
     return took_s
 
 
+def alive(trainer: subprocess.Popen[bytes], log_path: Path) -> bool:
+    """True, or the reason why there is nothing to wait for."""
+    if trainer.poll() is not None:
+        told = log_path.with_suffix(".out").read_text()
+        raise RuntimeError(f"the training ended by itself with code {trainer.returncode}:\n{told[-2000:]}")
+    return True
+
+
 @pytest.mark.slow
 def test_R60_R61_twenty_killed_trainings_lose_no_step_of_their_spool(
     server: Callable[..., Server], spool: Path, tmp_path: Path
@@ -115,8 +123,8 @@ def test_R60_R61_twenty_killed_trainings_lose_no_step_of_their_spool(
                 log_path = tmp_path / f"{run}.jsonl"
                 num_steps = choose.randrange(5, 150)
                 eventually(
-                    lambda path=log_path, count=num_steps: (
-                        path.exists() and path.read_bytes().count(b"\n") >= count
+                    lambda path=log_path, count=num_steps, trainer=trainer: (
+                        alive(trainer, path) and path.exists() and path.read_bytes().count(b"\n") >= count
                     ),
                     90.0,
                     what=f"{run} reaches step {num_steps}",

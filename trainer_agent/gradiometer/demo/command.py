@@ -165,7 +165,8 @@ def _train(options: argparse.Namespace, url: str, stop: threading.Event) -> None
 
 def _run_arguments(options: argparse.Namespace, url: str) -> dict[str, Any]:
     # The demo is a run of its own, whatever run the environment speaks of.
-    os.environ.pop("GRADIOMETER_RUN_ID", None)
+    for variable in ("GRADIOMETER_RUN_ID", "GRADIOMETER_RESUME"):
+        os.environ.pop(variable, None)
     name = f"demo-{options.fault}" if options.fault else "demo"
     return {"project": "demo", "name": name, "mode": "online", "url": url}
 
