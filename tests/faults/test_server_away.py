@@ -115,6 +115,7 @@ def size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.seg"))
 
 
+@pytest.mark.slow
 def test_R05_R63_a_hundred_thousand_steps_without_a_server(
     server: Callable[..., Server], spool: Path, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ with gm.init(run_id="flaky") as run:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["answers after ten seconds", "drops half of the requests"])
 def test_R56_a_bad_server_does_not_slow_a_step(
     server: str,
