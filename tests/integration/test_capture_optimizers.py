@@ -197,7 +197,9 @@ def test_very_many_equal_learning_rates_are_one_series(play):
     assert "40 learning rates" in out.unavailable()["train/lr/group*"]
 
 
-@pytest.mark.parametrize("given", [[], {}, [object()], "adam", None], ids=repr)
+@pytest.mark.parametrize(
+    "given", [[], {}, [object()], "adam", None], ids=["list", "dict", "object", "text", "none"]
+)
 def test_what_is_no_optimizer_is_told(given, play):
     out = play(lambda run: run.watch(make(), given))
     assert "a list or dict of optimizers" in out.unavailable()["grad/norm"]
