@@ -4,6 +4,7 @@ GradiometerError
 ├── ConfigurationError      wrong settings: port in use, unwritable path, missing token, newer database
 ├── NotFound                a run, metric, alert that does not exist
 ├── InvalidRequest          a caller's request that cannot be answered; names the field
+├── Conflict                a request that does not fit the state that things are in
 ├── ProtocolError           an agent broke the wire protocol (see ingest/session.py)
 └── StoreUnavailable        the database refuses writes for now (disk full, connection lost); retry later
 """
@@ -47,6 +48,14 @@ class InvalidRequest(GradiometerError):
 
     def __init__(self, message: str, *, field: str | None = None, remedy: str = "") -> None:
         self.field = field
+        super().__init__(message, remedy=remedy)
+
+
+class Conflict(GradiometerError):
+    """A request that is valid but cannot be carried out as things stand, e.g. with no agent connected."""
+
+    def __init__(self, message: str, *, code: str, remedy: str = "") -> None:
+        self.code = code
         super().__init__(message, remedy=remedy)
 
 

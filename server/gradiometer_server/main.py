@@ -22,6 +22,8 @@ from gradiometer_server.api.alerts import alerts_router
 from gradiometer_server.api.auth import AuthMiddleware, Sessions
 from gradiometer_server.api.docs import docs_router
 from gradiometer_server.api.health import health_router
+from gradiometer_server.api.histogram_reads import HistogramReads
+from gradiometer_server.api.histograms import commands_router, histograms_router
 from gradiometer_server.api.layers import layers_router
 from gradiometer_server.api.page import page
 from gradiometer_server.api.paths import PathMiddleware
@@ -166,6 +168,8 @@ def _add_routes(app: FastAPI, parts: _Parts) -> None:
     api.include_router(series_router(series_reads))
     api.include_router(layers_router(series_reads))
     api.include_router(ring_router(RingReads(parts.reads)))
+    api.include_router(histograms_router(HistogramReads(parts.reads)))
+    api.include_router(commands_router(parts.reads, parts.commands))
     api.include_router(ingest_router(parts.ingest), tags=["agents"])
     api.include_router(live_router(parts.hub, parts.clock))
     app.include_router(api)

@@ -15,7 +15,7 @@ import msgspec
 from gradiometer import wire
 from gradiometer.spool import write_atomically
 
-KINDS: Final = ("ring", "dump")
+KINDS: Final = ("ring", "dump", "histogram")
 """What this agent understands; told to the server with every hello."""
 FILE: Final = "commands"
 MAX_COMMANDS: Final = 16

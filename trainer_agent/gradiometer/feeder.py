@@ -12,12 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from gradiometer import wire
 from gradiometer.commands import Inbox
 from gradiometer.drops import Drop, Drops
 from gradiometer.flight import FlightDesk
+from gradiometer.histograms import HistogramDesk
 from gradiometer.recorder import Ring
 from gradiometer.records import Records, RecordTooLarge, TooManyNames
 from gradiometer.reports import EventReport, Report
@@ -51,13 +52,20 @@ class _Flush:
         self.last = last
 
 
+class Desks(Protocol):
+    """Where commands of the server are carried out on the training thread; `flight` None: no flight recorder."""
+
+    flight: FlightDesk | None
+    histograms: HistogramDesk
+
+
 class Feeder:
     """The queue and its thread.
 
     Args:
         writer: used by the agent's thread alone, and closed by it.
         drops: shared with the training thread.
-        flight: told when the server asks for a dump; None: no flight recorder.
+        desks: told when the server asks for something, and when a step goes wrong; None: nobody is.
         appended: called on the agent's thread after records reached the spool, and every 5 idle seconds.
     """
 
@@ -68,19 +76,20 @@ class Feeder:
         appended: Callable[[], None],
         *,
         max_bytes: int = MAX_BYTES,
-        flight: FlightDesk | None = None,
+        desks: Desks | None = None,
     ) -> None:
         self._writer = writer
         self._drops = drops
         self._appended = appended
-        self._flight = flight
+        self._flight = desks.flight if desks is not None else None
+        self._histograms = desks.histograms if desks is not None else HistogramDesk(drops)
         self._max_bytes = max_bytes
         # Each is written by one side only, so that no lock is needed. Two training threads that put at the same
         # moment may lose an addition; that is mended when the queue is empty.
         self._put_bytes = self._taken_bytes = 0
         # SimpleQueue: put is one C call without a Python lock, and safe inside a signal handler.
         self._queue: queue.SimpleQueue[Report | _Flush] = queue.SimpleQueue()
-        self._records = Records(Ring(drops))
+        self._records = Records(Ring(drops, troubled=self._histograms.trouble))
         self._commands = Inbox(writer.directory)
         self._told_drops_s = 0.0
         self._exited = False
@@ -202,6 +211,8 @@ class Feeder:
         for command in self._commands.look():
             if command.kind == "ring":
                 self._records.ring.ask(command)
+            elif command.kind == "histogram":
+                self._histograms.command(command)
             elif self._flight is not None:
                 self._flight.asked = command
         try:

@@ -27,6 +27,8 @@ MAX_DEPTH: Final = 32
 """Deepest nesting of configuration and event attributes."""
 MAX_SCHEMAS: Final = 10_000
 """Most schemas of one source: a schema per step means that a changing name was used as a metric name."""
+HISTOGRAM_BINS: Final = 256
+"""Bins of log2 magnitude in a histogram of a gradient."""
 LEFT_OUT: Final = "gradiometer: left out"
 """Key of a cut configuration that names what is missing from it."""
 _NOTE_BYTES: Final = 8 * 1024

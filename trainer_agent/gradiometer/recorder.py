@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,10 +60,21 @@ class _Incident:
 
 
 class Ring:
-    """Keeps steps and decides when to ship them. `drops`: told of incidents that are not shipped any more."""
+    """Keeps steps and decides when to ship them.
 
-    def __init__(self, drops: Drops, *, max_bytes: int = MAX_BYTES) -> None:
-        self._drops, self._max_bytes = drops, max_bytes
+    Args:
+        drops: told of incidents that are not shipped any more.
+        troubled: told of each incident that is seen here: the step and what went wrong in it.
+    """
+
+    def __init__(
+        self,
+        drops: Drops,
+        *,
+        max_bytes: int = MAX_BYTES,
+        troubled: Callable[[int, str], None] = lambda _step, _reason: None,
+    ) -> None:
+        self._drops, self._max_bytes, self._troubled = drops, max_bytes, troubled
         self._entries: deque[_Entry] = deque()
         self._num_bytes = 0
         self._num_fresh = 0
@@ -151,6 +162,7 @@ class Ring:
     def _trouble(self, step: int, reason: str) -> None:
         before, self._trouble_step = self._trouble_step, step
         if before is None or step - before > QUIET_STEPS:
+            self._troubled(step, reason)
             self._begin(step, reason)
 
     def _begin(self, step: int, reason: str) -> None:

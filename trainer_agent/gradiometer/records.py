@@ -115,8 +115,8 @@ class Records:
         layers: tuple[wire.Layer, ...],
         values: bytes,
         statistics: tuple[str, ...] = wire.STATISTICS,
-    ) -> None:
-        """Add one step's table: little-endian float64 of shape (layers, statistics)."""
+    ) -> int:
+        """Add one step's table: little-endian float64 of shape (layers, statistics). Returns its schema."""
         known = self._layers_by_id.get((id(layers), statistics))
         if known is None or known[0] is not layers:
             schema_id = self._layer_schemas.get((layers, statistics))
@@ -130,6 +130,7 @@ class Records:
             self._declare(known[1], self._layer_declarations[known[1]])
         self._add(self._layer_frames, known[1], step, time, values)
         self.ring.keep(known[1], step, time, values)
+        return known[1]
 
     def _end_older_layers(self, step: int, schema_id: int) -> None:
         """Close the layer frames of earlier steps, so that all schemas of a step come before those of the next.
@@ -149,6 +150,21 @@ class Records:
             # Texts of errors, paths and names may hold what UTF-8 cannot carry; most do not, and are not looked at.
             record = wire.encode(msgspec.structs.replace(event, attributes=plain(event.attributes)))
         self._append(record)
+
+    def add_histogram(
+        self, step: int, time: float, schema_id: int, values: bytes, reason: str, about: int | None
+    ) -> None:
+        """Add one step's histograms of the layers of a schema that was used in this batch; see `wire.Detail`."""
+        detail = wire.Detail(
+            kind="histogram",
+            reason=reason[: wire.MAX_REASON_CHARS],
+            trigger_step=about,
+            schema_id=schema_id,
+            steps=(step,),
+            times=(time,),
+            values=values,
+        )
+        self._append(wire.encode(detail))
 
     def add_ring(self, *, final: bool = False) -> None:
         """Add what the ring has to send, if anything."""

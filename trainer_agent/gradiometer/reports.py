@@ -18,6 +18,7 @@ from gradiometer.records import Records
 if TYPE_CHECKING:
     from gradiometer.capture.forward import ForwardReport
     from gradiometer.capture.gradients import Partials
+    from gradiometer.capture.histograms import Histogram
     from gradiometer.capture.readback import Readback
 
 SEVERITIES: Final = ("info", "warning", "error", "critical")
@@ -116,8 +117,26 @@ class StepReport:
         table = partials.table()
         if self.scale is not None:
             table = statistics.unscale(table, float(self.scale.values().ravel()[0]), partials.statistics)
-        values = table.astype("<f8").tobytes()
-        records.add_layers(self.step, self.time, partials.layout.layers, values, partials.statistics)
+        values, layers = table.astype("<f8").tobytes(), partials.layout.layers
+        schema_id = records.add_layers(self.step, self.time, layers, values, partials.statistics)
+        if partials.histogram is not None:
+            self._write_histogram(partials.histogram, len(layers), schema_id, records)
+
+    def _write_histogram(
+        self, histogram: Histogram, num_layers: int, schema_id: int, records: Records
+    ) -> None:
+        from gradiometer.capture import histograms
+
+        try:
+            values = histograms.packed(histogram.counts(num_layers, self.scale))
+        except histograms.NotCountable as reason:
+            attributes = {"metric": "histogram", "reason": str(reason)}
+            records.add_event(
+                wire.Event(kind="unavailable", time=self.time, step=self.step, attributes=attributes)
+            )
+            return
+        wish = histogram.wish
+        records.add_histogram(self.step, self.time, schema_id, values, wish.reason, wish.about)
 
     def _write_scalars(self, scalars: Scalars, records: Records) -> None:
         columns, row = scalars.columns, scalars.row()

@@ -21,6 +21,7 @@ from gradiometer.feeder import Feeder
 from gradiometer.flight import RecordsBatches, desk_of
 from gradiometer.guard import Guard
 from gradiometer.handle import Handle
+from gradiometer.histograms import AsksForHistograms
 from gradiometer.last_words import LastWords
 from gradiometer.plain import shown, text_of
 from gradiometer.reports import EventReport, Report, ScalarReport
@@ -103,7 +104,7 @@ def current() -> Run | None:
     return _current
 
 
-class Run(Handle, RecordsBatches):
+class Run(Handle, RecordsBatches, AsksForHistograms):
     """One run as seen from one rank. Made by `init`.
 
     Without `watch` each `log` without a step is the step after the largest so far (from `start_step`). With `watch` the
@@ -128,6 +129,7 @@ class Run(Handle, RecordsBatches):
             unavailable=self._unavailable,
             mistaken=lambda metric, reason: self._unavailable(metric, reason, warn=True),
             guard=self._guard,
+            drops=self._drops,
         )
         self._flight = self._watches.flight = desk_of(resolved, identity, self._put)
         self._feeder: Feeder | None = None
@@ -157,7 +159,7 @@ class Run(Handle, RecordsBatches):
     def _start(self, writer: spool.SpoolWriter) -> None:
         assert self._identity is not None
         self._delivery = Delivery(writer, self._settings, rank=self._identity.rank, guard=self._guard)
-        self._feeder = Feeder(writer, self._drops, self._delivery.appended, flight=self._flight)
+        self._feeder = Feeder(writer, self._drops, self._delivery.appended, desks=self._watches)
         self._delivery.start()
         self._guard.tolerate("resume", self._memory.remember, self._identity)
         self._exits = exits.ProcessExits(self, writer.directory / "fault.log")
@@ -230,6 +232,7 @@ class Run(Handle, RecordsBatches):
         checks: bool = True,
         statistics: str = "auto",
         every: int | None = None,
+        histogram_every: int | None = None,
     ) -> None:
         """Capture every step of `optimizer` from now on; never raises.
 
@@ -247,11 +250,11 @@ class Run(Handle, RecordsBatches):
             checks: look for mistakes in the loop that can be proved, such as a missing `zero_grad`.
             statistics: "norm": norms alone; "full": means, extremes and zeros too; "auto": those too, where they cost
                 one pass over the gradients in every step, elsewhere in one of 50.
-            every: "auto" or "full" in one of so many steps, norms in between.
+            every: "auto" or "full" in one of so many steps, norms in between; histogram_every: a histogram in one.
         """
         if self._feeder is not None:
-            asked = (model, optimizer, scaler, name, forward, sharded, checks, statistics, every)
-            self._guard.tolerate("watch", self._watches.add, *asked)
+            how = (forward, sharded, checks, statistics, every, histogram_every)
+            self._guard.tolerate("watch", self._watches.add, model, optimizer, scaler, name, *how)
 
     def unwatch(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave model and optimizer as they were before `watch`; a later `watch` goes on counting. Never raises."""

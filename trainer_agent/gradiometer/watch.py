@@ -27,6 +27,7 @@ from gradiometer.capture.reading import StepReading
 from gradiometer.capture.stepping import StepCapture
 from gradiometer.capture.tiers import EVERYTHING, Cadence, Tier
 from gradiometer.guard import Guard
+from gradiometer.histograms import HistogramDesk, Wishes
 from gradiometer.reports import Report
 
 ABANDONED: Final = "capture in a forked child"
@@ -49,6 +50,8 @@ class Watch:
         sharded: parameters that differ from rank to rank though nothing in torch says so.
         checks: whether to make the exact checks.
         tier: which statistics are read how often.
+        histograms: who wants histograms; None: nobody.
+        histogram_every: also take one at each step whose number is a multiple of this.
     """
 
     def __init__(
@@ -67,7 +70,10 @@ class Watch:
         sharded: Places | None = None,
         checks: bool = True,
         tier: Tier = EVERYTHING,
+        histograms: HistogramDesk | None = None,
+        histogram_every: int | None = None,
     ) -> None:
+        self._histograms, self._histogram_every = histograms, histogram_every
         self._scaler = scaler if scaling.is_active(scaler) else None
         self._clock, self._is_clock, self._name = clock, is_clock, name
         self._emit, self._unavailable, self._guard = emit, unavailable, guard
@@ -118,7 +124,10 @@ class Watch:
     ) -> StepCapture:
         numbers = StepNumbers(self._clock, is_clock=self._is_clock)
         cadence = Cadence(tier, numbers.coming)
-        reader = GradientReader(model, optimizers, self._prefix, self._unavailable, sharded, cadence)
+        self._wishes = self._join_histograms(numbers)
+        reader = GradientReader(
+            model, optimizers, self._prefix, self._unavailable, sharded, cadence, self._wishes
+        )
         is_only = len(optimizers.all) == 1
         clip_norm = ClippedNorm(self._unavailable)
         ending = StepEnding(
@@ -145,6 +154,12 @@ class Watch:
             guard=self._guard,
         )
 
+    def _join_histograms(self, numbers: StepNumbers) -> Wishes | None:
+        if self._histograms is None:
+            return None
+        at_once = self._scaler is None
+        return self._histograms.join(numbers.coming, every=self._histogram_every, at_once=at_once)
+
     def _install(self, optimizers: Optimizers) -> None:
         self._handles = []
         # Where `optimizer.step` is compiled the hooks must not be, or each of their branches makes a graph.
@@ -169,6 +184,8 @@ class Watch:
             # An optimizer that was waited for had nothing to do in the last step.
             self._enter(self._capture.end_step)
         clip.unsubscribe(self)
+        if self._histograms is not None and self._wishes is not None:
+            self._histograms.leave(self._wishes)
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import values, wire
+from gradiometer.drops import Drops
 from gradiometer.flight import FlightDesk
 from gradiometer.guard import Guard
+from gradiometer.histograms import HistogramDesk
 from gradiometer.reports import Report
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ class Watches:
         emit: takes a report; must not wait.
         unavailable: told a metric and why it cannot be collected; may be told again.
         mistaken: the same, where the user can do something about it.
+        drops: told of histograms that are not taken.
+
+    Attributes:
+        flight: where the flight recorder works; None: it is off.
+        histograms: where histograms are asked for.
     """
 
     def __init__(
@@ -40,7 +47,9 @@ class Watches:
         unavailable: Callable[[str, str], None],
         mistaken: Callable[[str, str], None],
         guard: Guard,
+        drops: Drops,
     ) -> None:
+        self.histograms = HistogramDesk(drops)
         self._start_step = start_step
         self._emit, self._unavailable, self._mistaken, self._guard = emit, unavailable, mistaken, guard
         self._clock: StepClock | None = None
@@ -64,6 +73,7 @@ class Watches:
         checks: bool = True,
         statistics: str = "auto",
         every: int | None = None,
+        histogram_every: int | None = None,
     ) -> None:
         """See `Run.watch`; raises whatever torch raises."""
         import torch
@@ -102,6 +112,8 @@ class Watches:
             sharded=groups.places(sharded or {}, lambda reason: self._mistaken("grad/layers", reason)),
             checks=checks,
             tier=tier,
+            histograms=self.histograms,
+            histogram_every=tiers.every_of("histogram_every", histogram_every, self._mistaken),
         )
         self._emit(tiers.report_of(tier, shown_as))
         if tier.lack is not None:

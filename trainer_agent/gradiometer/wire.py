@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gradiometer import limits as limits
+from gradiometer.limits import HISTOGRAM_BINS as HISTOGRAM_BINS
 from gradiometer.limits import MAX_ID_CHARS as MAX_ID_CHARS
 from gradiometer.names import MAX_NAME_CHARS as MAX_NAME_CHARS
 from gradiometer.names import name_problem as name_problem
@@ -161,17 +162,17 @@ class Event(msgspec.Struct, frozen=True, tag="event", kw_only=True):
 
 
 class Detail(msgspec.Struct, frozen=True, tag="detail", kw_only=True):
-    """Layer statistics of this rank alone, kept apart from what is merged: shipped when something went wrong.
+    """What this rank alone holds, kept apart from what is merged: shipped when something went wrong, or on demand.
 
     Attributes:
-        kind: "ring": the last steps before (and a few after) a trigger, each step shipped once.
-        reason: what it was shipped for, in words; at most MAX_REASON_CHARS.
-        trigger_step: the step that it was shipped for; None: not known.
+        kind: "ring": the last steps before (and a few after) a trigger, each step shipped once; "histogram": counts.
+        reason, trigger_step: what it was shipped for, in words (at most MAX_REASON_CHARS), and that step, if known.
         schema_id: a `LayerSchema` declared earlier in the same source.
-        steps, times, values: as in `Frame`, of that schema; at most MAX_DETAIL_STEPS steps.
+        steps, times, values: as in `Frame`, of that schema; at most MAX_DETAIL_STEPS steps. Of a histogram, values are
+            little-endian uint32 of shape (steps, layers, HISTOGRAM_BINS): elements per bin of log2 magnitude.
     """
 
-    kind: Literal["ring"]
+    kind: Literal["ring", "histogram"]
     reason: str
     trigger_step: int | None = None
     schema_id: int
@@ -325,9 +326,10 @@ class Command(msgspec.Struct, frozen=True, tag="command", kw_only=True):
 
     Attributes:
         id: names this command within the run.
-        kind: "ring": send the last steps in full detail (`Detail`); "dump": let the flight recorder save, if it is on.
+        kind: "ring": send the last steps in full detail (`Detail`); "dump": let the flight recorder save, if it is on;
+            "histogram": take one at the first reading of `step` or a later one (None: at the next), and send it.
         rank: for this rank alone; None: for every rank.
-        reason: for a person, e.g. the alert that it is sent for.
+        reason: for a person, e.g. the alert that it is sent for; on_alert: whether it is sent for one.
         step: the step that it is about.
     """
 
@@ -336,6 +338,7 @@ class Command(msgspec.Struct, frozen=True, tag="command", kw_only=True):
     rank: int | None = None
     reason: str = ""
     step: int | None = None
+    on_alert: bool = False
 
 
 class BatchResult(msgspec.Struct, frozen=True, tag="batch_result", kw_only=True):

@@ -17,6 +17,7 @@ RunId = Annotated[
 AlertId = Annotated[str, BeforeValidator(unquote), Path(min_length=1, max_length=200, description="alert id")]
 
 
-def answer(body: dict[str, Any]) -> Response:
+def answer(body: dict[str, Any], status: int = 200) -> Response:
     """A JSON answer. Not FastAPI's own encoder: that would walk every one of a heat map's 150,000 cells twice."""
-    return Response(dumps(body), media_type="application/json", headers={"Cache-Control": "no-store"})
+    headers = {"Cache-Control": "no-store"}
+    return Response(dumps(body), status_code=status, media_type="application/json", headers=headers)

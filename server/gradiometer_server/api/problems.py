@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gradiometer_server.domain.jsonable import dumps
 from gradiometer_server.errors import (
     ConfigurationError,
+    Conflict,
     GradiometerError,
     InvalidRequest,
     NotFound,
@@ -37,6 +38,7 @@ MAX_BODY_BYTES: Final = 1024 * 1024
 _STATUS: Final[dict[type[GradiometerError], int]] = {
     NotFound: 404,
     InvalidRequest: 422,
+    Conflict: 409,
     ProtocolError: 400,
     StoreUnavailable: 503,
     ConfigurationError: 503,

@@ -19,7 +19,7 @@ from gradiometer_server.domain.absent import ABSENT, is_absent
 from gradiometer_server.domain.jsonable import floats_to_json
 from gradiometer_server.errors import InvalidRequest, NotFound
 from gradiometer_server.fold.derive import Measured, derive_layers
-from gradiometer_server.store.details import RingPart, RingSteps, list_parts, read_steps
+from gradiometer_server.store.details import DetailPart, RingSteps, list_parts, read_steps
 
 _MAX_STEP: Final = 2**53 - 1
 
@@ -64,7 +64,7 @@ class RingReads:
         return _map_view(statistic, steps, low, high, columns, extent)
 
 
-def _rank_view(attempt: int, rank: int, parts: Sequence[RingPart]) -> Json:
+def _rank_view(attempt: int, rank: int, parts: Sequence[DetailPart]) -> Json:
     by_reason = groupby(parts, lambda part: (part.trigger_step, part.reason))
     return {
         "attempt": attempt,
@@ -78,7 +78,7 @@ def _rank_view(attempt: int, rank: int, parts: Sequence[RingPart]) -> Json:
     }
 
 
-def _extent(parts: Sequence[RingPart]) -> Json:
+def _extent(parts: Sequence[DetailPart]) -> Json:
     return {
         "first_step": min(part.step0 for part in parts),
         "last_step": max(part.step1 for part in parts),

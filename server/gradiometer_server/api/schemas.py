@@ -250,6 +250,65 @@ class RingOverview(_Answer):
     ranks: list[RingRank]
 
 
+class HistogramStep(_Answer):
+    """A step of which histograms were taken."""
+
+    attempt: int = Field(description="ordinal from 1")
+    step: int
+    ranks: list[int] = Field(description="that sent theirs of this step")
+    reasons: list[str] = Field(description="what they were taken for, in words")
+    trigger_steps: list[int] = Field(description="the steps that they were taken for, if any is known")
+
+
+class HistogramOverview(_Answer):
+    """Steps of which histograms were taken, newest first."""
+
+    histograms: list[HistogramStep]
+
+
+class LayerHistogram(_Answer):
+    """One layer's gradient."""
+
+    name: str
+    numel: int = Field(description="elements of the whole layer")
+    counted: int = Field(
+        description="elements in the counts; fewer than numel: not all ranks sent theirs, 0: there was no gradient"
+    )
+    counts: list[int] = Field(description="elements per bin")
+
+
+class LayerHistograms(HistogramStep):
+    """Histograms of log2 magnitude of one step: merged over the ranks that sent theirs, or of one rank."""
+
+    rank: int | None = Field(description="null: merged over ranks")
+    edges: list[float] = Field(
+        description="bin b of the finite elements goes from edges[b] up to, but without, edges[b + 1]; the last bin "
+        "counts those that are not finite, and the first one zeros too"
+    )
+    layers: list[LayerHistogram] = Field(description="depth order, input side first")
+
+
+class CommandRequest(BaseModel):
+    """Something that the agents of a run are to do."""
+
+    model_config = ConfigDict(extra="forbid")
+    kind: Literal["histogram"] = Field(description="histogram: take one of every layer's gradient, once")
+    rank: int | None = Field(default=None, ge=0, description="null: every rank")
+    reason: str = Field(default="", max_length=200, description="kept with what they send")
+
+
+class CommandAnswer(_Answer):
+    """A command is on its way to agents that are connected; what they send will show in time."""
+
+    id: str
+    kind: str
+    asked: int = Field(description="ranks that were asked")
+    ranks: list[int]
+    step: int | None = Field(
+        description="the step that it is to be carried out at, the same for all ranks; null: the next one of each"
+    )
+
+
 class LayerFlow(_Answer):
     """All statistics by depth at one step."""
 

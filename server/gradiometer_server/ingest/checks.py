@@ -30,11 +30,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownSchema:
-    """What a frame needs of its schema: how many values a step has."""
+    """What a frame needs of its schema: how many values a step has, and of how many layers (0: of none)."""
 
     schema_id: int
     width: int
-    of_layers: bool = False
+    num_layers: int = 0
 
 
 def hello_fault(hello: wire.Hello) -> Fault | None:
@@ -111,7 +111,7 @@ def known_schema(record: wire.ScalarSchema | wire.LayerSchema) -> KnownSchema:
     if isinstance(record, wire.ScalarSchema):
         return KnownSchema(schema_id=record.schema_id, width=len(record.columns))
     width = len(record.layers) * len(record.statistics)
-    return KnownSchema(schema_id=record.schema_id, width=width, of_layers=True)
+    return KnownSchema(schema_id=record.schema_id, width=width, num_layers=len(record.layers))
 
 
 def _schema_fault(
@@ -188,7 +188,7 @@ def _shape_problem(layer: wire.Layer) -> str | None:
 def _detail_fault(detail: wire.Detail, schemas: Mapping[int, KnownSchema]) -> Fault | None:
     what = f"{detail.kind} of schema {detail.schema_id}"
     schema = schemas.get(detail.schema_id)
-    if schema is not None and not schema.of_layers:
+    if schema is not None and not schema.num_layers:
         return _bad("unknown_schema", f"{what}: that schema declares no layers", _DECLARE)
     if len(detail.steps) > wire.MAX_DETAIL_STEPS:
         most = f"{len(detail.steps)} steps; at most {wire.MAX_DETAIL_STEPS} are allowed"
@@ -197,7 +197,25 @@ def _detail_fault(detail: wire.Detail, schemas: Mapping[int, KnownSchema]) -> Fa
         return _bad("invalid_detail", f"{what}: reason has {len(detail.reason)} characters", _AGENT_BUG)
     if detail.trigger_step is not None and not 0 <= detail.trigger_step <= wire.MAX_STEP:
         return _bad("step_out_of_range", f"{what}: trigger_step is {detail.trigger_step}", _STEP)
+    if detail.kind == "histogram":
+        return _histogram_fault(detail, schema, what)
     return _frame_fault(detail, schemas, what)
+
+
+def _histogram_fault(detail: wire.Detail, schema: KnownSchema | None, what: str) -> Fault | None:
+    if schema is None:
+        return _bad("unknown_schema", f"{what}: this source has not declared that schema", _DECLARE)
+    if not detail.steps:
+        return _rows_fault(detail, what)
+    expected = 4 * len(detail.steps) * schema.num_layers * wire.HISTOGRAM_BINS
+    if len(detail.values) != expected:
+        return _bad(
+            "frame_length",
+            f"{what}: values has {len(detail.values)} bytes; {len(detail.steps)} steps of {schema.num_layers} layers "
+            f"with {wire.HISTOGRAM_BINS} uint32 counts are {expected} bytes",
+            _AGENT_BUG,
+        )
+    return _rows_fault(detail, what)
 
 
 def _frame_fault(
@@ -207,19 +225,23 @@ def _frame_fault(
     schema = schemas.get(frame.schema_id)
     if schema is None:
         return _bad("unknown_schema", f"{what}: this source has not declared that schema", _DECLARE)
-    if not frame.steps:
-        return _bad("empty_frame", f"{what}: steps is empty", _AGENT_BUG)
-    if len(frame.times) != len(frame.steps):
-        return _bad(
-            "frame_length", f"{what}: {len(frame.times)} times for {len(frame.steps)} steps", _AGENT_BUG
-        )
     expected = 8 * len(frame.steps) * schema.width
-    if len(frame.values) != expected:
+    if frame.steps and len(frame.values) != expected:
         return _bad(
             "frame_length",
             f"{what}: values has {len(frame.values)} bytes; {len(frame.steps)} steps of {schema.width} float64 "
             f"values are {expected} bytes",
             _AGENT_BUG,
+        )
+    return _rows_fault(frame, what)
+
+
+def _rows_fault(frame: wire.Frame | wire.Detail, what: str) -> Fault | None:
+    if not frame.steps:
+        return _bad("empty_frame", f"{what}: steps is empty", _AGENT_BUG)
+    if len(frame.times) != len(frame.steps):
+        return _bad(
+            "frame_length", f"{what}: {len(frame.times)} times for {len(frame.steps)} steps", _AGENT_BUG
         )
     low, high = min(frame.steps), max(frame.steps)
     if low < 0 or high > wire.MAX_STEP:

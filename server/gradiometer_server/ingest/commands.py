@@ -1,4 +1,4 @@
-"""What the server asks of agents: when a grave alert opens, its ranks' last steps in full detail.
+"""What the server asks of agents: when a grave alert opens, its ranks' last steps in full detail, and histograms.
 
 The fold's threads tell the desk of alerts; every connection of the run is woken, and a POST or a new connection gets
 what was asked in the last minute. A command may so arrive twice; agents remember the ids.
@@ -9,25 +9,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import uuid
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from gradiometer import wire
 from gradiometer_server.clock import Clock
 from gradiometer_server.domain.alerts import Episode, EpisodeState, Severity
-from gradiometer_server.domain.live import AlertUpdate, LiveUpdate
+from gradiometer_server.domain.commands import Asked
+from gradiometer_server.domain.live import AlertUpdate, LiveUpdate, PointsUpdate
+from gradiometer_server.ingest.pace import Pace
 
 FRESH_S: Final = 60.0
 """How long a command is given to connections that come later."""
 STALE_ALERT_S: Final = 300.0
 """An alert about something longer ago (a backlog that was synced late) asks for nothing: the ring has moved on."""
+POLLING_S: Final = 30.0
+"""An agent that can only POST counts as there for so long after the last one."""
 MAX_RANKS: Final = 8
 """Ranks of one alert that are asked."""
 _MAX_COMMANDS: Final = 32
 _MAX_RUNS: Final = 1000
 _MAX_ALERTS: Final = 10_000
 _GRAVE: Final = (Severity.ERROR, Severity.CRITICAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Agent:
+    """Somebody who takes commands: which kinds, for which ranks, and until when (of `Clock.now_s`)."""
+
+    kinds: frozenset[str]
+    ranks: frozenset[int]
+    until_s: float
+
+    @classmethod
+    def of(cls, hello: wire.Hello, until_s: float = float("inf")) -> _Agent:
+        """Who said hello."""
+        ranks = frozenset(source.rank for source in hello.sources)
+        return cls(kinds=frozenset(hello.commands), ranks=ranks, until_s=until_s)
 
 
 class CommandDesk:
@@ -38,13 +59,18 @@ class CommandDesk:
         self._lock = threading.Lock()
         self._asked: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._commands: OrderedDict[str, deque[tuple[float, wire.Command]]] = OrderedDict()
-        self._wakers: dict[str, set[Callable[[], None]]] = {}
+        self._wakers: dict[str, dict[Callable[[], None], _Agent | None]] = {}
+        self._polling: OrderedDict[tuple[str, frozenset[int]], _Agent] = OrderedDict()
+        self._pace = Pace()
 
     def observe(self, updates: Sequence[LiveUpdate]) -> None:
         """Take what the fold publishes; a grave alert that was not seen before makes commands. Any thread."""
         for update in updates:
-            if isinstance(update, AlertUpdate) and self._is_news(update.run_id, update.episode):
-                self._ask(update.run_id, update.episode)
+            if isinstance(update, PointsUpdate):
+                with self._lock:
+                    self._pace.observe(update)
+            elif isinstance(update, AlertUpdate) and self._is_news(update.run_id, update.episode):
+                self._ask_for(update.run_id, update.episode)
 
     def _is_news(self, run_id: str, episode: Episode) -> bool:
         if episode.severity not in _GRAVE or episode.state is not EpisodeState.FIRING:
@@ -60,16 +86,52 @@ class CommandDesk:
                 self._asked.popitem(last=False)
         return True
 
-    def _ask(self, run_id: str, episode: Episode) -> None:
+    def _ask_for(self, run_id: str, episode: Episode) -> None:
         ranks: tuple[int | None, ...] = episode.ranks[:MAX_RANKS] or (None,)
         reason = f"alert {episode.first.rule} ({episode.severity.value})"[: wire.MAX_REASON_CHARS]
+        with self._lock:
+            step = self._pace.step_ahead(run_id)
+        histogram = wire.Command(
+            id=f"histogram-{episode.alert_id}", kind="histogram", reason=reason, step=step, on_alert=True
+        )
+        self._send(run_id, [*_commands_of(episode, ranks, reason), histogram])
+
+    def ask(self, run_id: str, *, kind: str, rank: int | None, reason: str) -> Asked | None:
+        """Ask the agents of a run that are there, or one rank; who connects within a minute is asked too. Any thread.
+
+        Returns:
+            What was asked; None if nobody is there who understands it, and nothing was.
+        """
+        with self._lock:
+            step = self._pace.step_ahead(run_id)
+            ranks = self._ranks_there(run_id, kind)
+        if rank is not None:
+            ranks &= {rank}
+        if not ranks:
+            return None
+        command = wire.Command(
+            id=f"{kind}-asked-{uuid.uuid4().hex[:12]}", kind=kind, rank=rank, reason=reason, step=step
+        )
+        self._send(run_id, [command])
+        return Asked(command_id=command.id, step=step, ranks=tuple(sorted(ranks)))
+
+    def _ranks_there(self, run_id: str, kind: str) -> frozenset[int]:
+        now_s = self._clock.now_s()
+        connected = list(self._wakers.get(run_id, {}).values())
+        polling = [agent for (of_run, _), agent in self._polling.items() if of_run == run_id]
+        there = [agent for agent in connected + polling if agent is not None]
+        return frozenset(
+            rank for agent in there if kind in agent.kinds and agent.until_s >= now_s for rank in agent.ranks
+        )
+
+    def _send(self, run_id: str, commands: Sequence[wire.Command]) -> None:
         now_s = self._clock.now_s()
         with self._lock:
             known = self._commands.setdefault(run_id, deque(maxlen=_MAX_COMMANDS))
             self._commands.move_to_end(run_id)
             if len(self._commands) > _MAX_RUNS:
                 self._commands.popitem(last=False)
-            known.extend((now_s, command) for command in _commands_of(episode, ranks, reason))
+            known.extend((now_s, command) for command in commands)
             wakers = list(self._wakers.get(run_id, ()))
         for wake in wakers:
             wake()
@@ -84,16 +146,25 @@ class CommandDesk:
                 if at_s >= oldest_s and command.kind in kinds
             )
 
-    def join(self, run_id: str, wake: Callable[[], None]) -> None:
-        """Call `wake` (from any thread) when there is a new command for this run."""
+    def join(self, run_id: str, wake: Callable[[], None], hello: wire.Hello | None = None) -> None:
+        """Call `wake` (from any thread) when there is a new command for this run; `hello`: who is woken."""
         with self._lock:
-            self._wakers.setdefault(run_id, set()).add(wake)
+            self._wakers.setdefault(run_id, {})[wake] = None if hello is None else _Agent.of(hello)
+
+    def polled(self, hello: wire.Hello) -> None:
+        """An agent that can only POST has asked for its commands; it is there until it stays away for a while."""
+        agent = _Agent.of(hello, self._clock.now_s() + POLLING_S)
+        with self._lock:
+            self._polling[hello.run.run_id, agent.ranks] = agent
+            self._polling.move_to_end((hello.run.run_id, agent.ranks))
+            if len(self._polling) > _MAX_RUNS:
+                self._polling.popitem(last=False)
 
     def leave(self, run_id: str, wake: Callable[[], None]) -> None:
         """Undo `join`."""
         with self._lock:
-            wakers = self._wakers.get(run_id, set())
-            wakers.discard(wake)
+            wakers = self._wakers.get(run_id, {})
+            wakers.pop(wake, None)
             if not wakers:
                 self._wakers.pop(run_id, None)
 
@@ -128,13 +199,18 @@ class Courier:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._run_id = ""
+        # One object: a bound method is made anew each time it is named.
+        self._wake_up = self._wake
 
     def take_up(self, hello: wire.Hello) -> None:
         """The agent was welcomed; one that understands no command is left alone."""
-        if self._task is not None or not hello.commands:
+        if not hello.commands:
             return
         self._run_id = hello.run.run_id
-        self._desk.join(self._run_id, self._wake)
+        # Again when another rank of the node has appeared.
+        self._desk.join(self._run_id, self._wake_up, hello)
+        if self._task is not None:
+            return
         self._woken.set()
         self._task = asyncio.create_task(self._carry(tuple(hello.commands)), name="ingest-commands")
 
@@ -157,6 +233,6 @@ class Courier:
         """The connection ends; what could not be sent is given to the next one."""
         if self._task is None:
             return
-        self._desk.leave(self._run_id, self._wake)
+        self._desk.leave(self._run_id, self._wake_up)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

@@ -128,6 +128,7 @@ async def _answer_batch(services: IngestServices, body: bytes) -> wire.BatchResu
     answers = await conversation.records(batch.records)
     if batch.status is not None:
         await conversation.status(batch.status)
+    services.commands.polled(batch.hello)
     return wire.BatchResult(
         welcome=welcome,
         acks=tuple(answer for answer in answers if isinstance(answer, wire.Ack)),

@@ -1,7 +1,7 @@
-"""Layer statistics of single ranks: what `wire.Detail` records brought, kept beside the merged series.
+"""What single ranks sent of themselves in `wire.Detail` records (rings, histograms), kept beside the merged series.
 
 Written by the fold under the number of the record, so that a replay changes nothing. Shape letters: N steps, W values
-of a step (layers times statistics).
+of a step (layers times statistics, or times bins), L layers, B bins.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Connection, bindparam, func, select
 
 from gradiometer import wire
+from gradiometer_server.domain.histograms import RankHistograms, counts_of
 from gradiometer_server.store.log import read_schemas
 from gradiometer_server.store.statements import insert_or_ignore
 from gradiometer_server.store.tables import detail, source
@@ -29,7 +30,7 @@ SourceDetail = tuple[int, int, wire.Detail]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingPart:
+class DetailPart:
     """One stored record, without its values: which steps of which rank, and why."""
 
     source_id: int
@@ -69,9 +70,10 @@ _PARTS = (
         detail.c.trigger_step, detail.c.schema_id, detail.c.step0, detail.c.step1, detail.c.n,
     )
     .join(source, (source.c.run_id == detail.c.run_id) & (source.c.source_id == detail.c.source_id))
-    .where(detail.c.run_id == bindparam("of_run"), detail.c.kind == "ring")
+    .where(detail.c.run_id == bindparam("of_run"), detail.c.kind == bindparam("of_kind"))
     .order_by(source.c.attempt, source.c.rank, detail.c.step0, detail.c.seq)
 )  # fmt: skip
+_PARTS_AND_STEPS = _PARTS.add_columns(detail.c.steps)
 _VALUES = select(detail.c.n, detail.c.width, detail.c.steps, detail.c.data).where(
     detail.c.run_id == bindparam("of_run"),
     detail.c.source_id == bindparam("of_source"),
@@ -95,7 +97,7 @@ def add_details(conn: Connection, run_key: int, details: Iterable[SourceDetail])
 
 
 def _row(run_key: int, source_id: int, seq: int, record: wire.Detail) -> dict[str, object]:
-    values_NW = np.frombuffer(record.values, dtype="<f8").reshape(len(record.steps), -1)
+    width, data = _packed(record)
     return {
         "run_id": run_key,
         "source_id": source_id,
@@ -107,20 +109,30 @@ def _row(run_key: int, source_id: int, seq: int, record: wire.Detail) -> dict[st
         "step0": min(record.steps),
         "step1": max(record.steps),
         "n": len(record.steps),
-        "width": values_NW.shape[1],
+        "width": width,
         "num_bytes": len(record.values),
         "steps": pack(np.array(record.steps, dtype=np.int64)),
         "times": pack(np.array(record.times, dtype=np.float64)),
-        "data": encode_values(values_NW),
+        "data": data,
     }
 
 
-def list_parts(conn: Connection, run_key: int) -> tuple[RingPart, ...]:
-    """All stored parts of a run's rings, by launch, rank and step."""
-    return tuple(RingPart(**row._mapping) for row in conn.execute(_PARTS, {"of_run": run_key}))
+def _packed(record: wire.Detail) -> tuple[int, bytes]:
+    """Width of a step, and the values as they are stored."""
+    if record.kind == "histogram":
+        counts_NLB = counts_of(record)
+        return counts_NLB[0].size, pack(counts_NLB.astype(np.int64))
+    values_NW = np.frombuffer(record.values, dtype="<f8").reshape(len(record.steps), -1)
+    return values_NW.shape[1], encode_values(values_NW)
 
 
-def read_steps(conn: Connection, run_key: int, parts: Sequence[RingPart]) -> list[RingSteps]:
+def list_parts(conn: Connection, run_key: int, kind: str = "ring") -> tuple[DetailPart, ...]:
+    """All stored parts of one kind of a run's details, by launch, rank and step."""
+    places = {"of_run": run_key, "of_kind": kind}
+    return tuple(DetailPart(**row._mapping) for row in conn.execute(_PARTS, places))
+
+
+def read_steps(conn: Connection, run_key: int, parts: Sequence[DetailPart]) -> list[RingSteps]:
     """Values of these parts, in their order. Parts whose schema is gone are left out. Raises `CorruptData`."""
     schemas: dict[int, dict[int, wire.LayerSchema]] = {}
     found = []
@@ -139,6 +151,36 @@ def read_steps(conn: Connection, run_key: int, parts: Sequence[RingPart]) -> lis
                 values_NW=decode_values(row.data, row.n, row.width),
             )
         )
+    return found
+
+
+def list_histograms(conn: Connection, run_key: int) -> list[tuple[DetailPart, NDArray[np.int64]]]:
+    """All stored records with histograms, by launch, rank and step, and the steps (N,) of each."""
+    places = {"of_run": run_key, "of_kind": "histogram"}
+    found = conn.execute(_PARTS_AND_STEPS, places).mappings()
+    return [
+        (
+            DetailPart(**{name: value for name, value in row.items() if name != "steps"}),
+            unpack(row["steps"], row["n"]),
+        )
+        for row in found
+    ]
+
+
+def read_histograms(
+    conn: Connection, run_key: int, parts: Sequence[DetailPart], step: int
+) -> list[RankHistograms]:
+    """What these records hold of one step. Parts whose schema is gone are left out. Raises `CorruptData`."""
+    found = []
+    for part in parts:
+        schema = _layer_schemas(conn, run_key, part.source_id).get(part.schema_id)
+        if schema is None:
+            continue
+        place = {"of_run": run_key, "of_source": part.source_id, "of_seq": part.seq}
+        row = conn.execute(_VALUES, place).one()
+        counts_NLB = unpack(row.data, row.n * row.width).reshape(row.n, -1, wire.HISTOGRAM_BINS)
+        at = int(np.argmax(unpack(row.steps, row.n) == step))
+        found.append(RankHistograms(rank=part.rank, schema=schema, counts_LB=counts_NLB[at]))
     return found
 
 

@@ -72,7 +72,7 @@ def test_nothing_is_sent_before_the_welcome() -> None:
     session.add_source(source(0))
     assert session.request(0) is None
     hello = session.connect()
-    known = {"run": RUN, "sources": (source(0), source(1)), "commands": ("ring", "dump")}
+    known = {"run": RUN, "sources": (source(0), source(1)), "commands": ("ring", "dump", "histogram")}
     assert hello == wire.Hello(protocol=1, agent_version="1.2", **known)
     assert session.request(0) is None
     assert set(session.receive(welcome(7))) == {Acknowledged(rank=0, seq=7), Acknowledged(rank=1, seq=0)}

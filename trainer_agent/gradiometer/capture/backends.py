@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
+
 import torch
 
 from gradiometer.capture import eager, kernel
 from gradiometer.capture.readback import KnownReadback, Readback
 from gradiometer.capture.statistics import NORMS, SUM_SQUARES, Floats
 
+REAL_DTYPES: Final = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 Blocks = tuple[tuple[list[int], Readback], ...]
 """Row numbers in a table, and the rows."""
+
+
+_LAYOUT, _DTYPE, _DEVICE = attrgetter("layout"), attrgetter("dtype"), attrgetter("device")
 
 
 class Found:
@@ -24,6 +32,21 @@ class Found:
     def rows(self) -> list[int]:
         """Of all gradients."""
         return [row for rows, _ in self.dense.values() for row in rows] + [row for row, _ in self.sparse]
+
+    # Hot path: training thread, once per optimizer step.
+    def add_alike(self, rows: Sequence[int], gradients: list[torch.Tensor]) -> bool:
+        """Add all in one go if they are what they nearly always are: plain, dense, of one device and dtype, none missing
+        or empty. False: nothing was added. Goes through them in C, which halves what a small gradient costs."""
+        if set(map(type, gradients)) != {torch.Tensor} or set(map(_LAYOUT, gradients)) != {torch.strided}:
+            return False
+        dtypes, devices = set(map(_DTYPE, gradients)), set(map(_DEVICE, gradients))
+        if len(dtypes) > 1 or len(devices) > 1 or not REAL_DTYPES.issuperset(dtypes):
+            return False
+        device = devices.pop()
+        if device.type == "meta" or not all(map(torch.Tensor.numel, gradients)):
+            return False
+        self.dense[device, dtypes.pop()] = (list(rows), gradients)
+        return True
 
     def add(self, row: int, gradient: torch.Tensor) -> None:
         """A gradient that is not empty, and its row in the table."""
@@ -55,6 +78,13 @@ class Backends:
             blocks.append((rows, self._read_dense(key, gradients, full=full)))
         return tuple(blocks)
 
+    # Hot path: training thread, in a step whose histogram is wanted. On a device it must not read a value back.
+    def histograms(self, found: Found) -> Blocks:
+        """Rows of counts, shape (gradients, 256)."""
+        blocks = [([row], eager.read_sparse_histogram(gradient)) for row, gradient in found.sparse]
+        blocks += [(rows, eager.read_histograms(gradients)) for rows, gradients in found.dense.values()]
+        return tuple(blocks)
+
     def _read_dense(
         self, key: tuple[torch.device, torch.dtype], gradients: list[torch.Tensor], *, full: bool
     ) -> Readback:
@@ -84,8 +114,13 @@ class OnlyNorms:
         return self._all.values()[:, NORMS]
 
 
-def known_finite(blocks: Blocks) -> bool:
-    """Whether no norm is known to be not finite. What is still on its way from a device is not known, and not asked."""
-    column = NORMS.index(SUM_SQUARES)
+# Hot path: training thread, once per optimizer step.
+def known_finite(blocks: Blocks, *, full: bool = False) -> bool:
+    """Whether no norm is known to be not finite. What is still on its way from a device is not known, and not asked.
+
+    Args:
+        full: the blocks hold all statistics, not those of a norm alone.
+    """
+    column = SUM_SQUARES if full else NORMS.index(SUM_SQUARES)
     known = [block for _, block in blocks if isinstance(block, KnownReadback)]
     return all(bool((block.values()[:, column] < float("inf")).all()) for block in known)

@@ -92,6 +92,14 @@ def read_histograms(gradients: list[torch.Tensor], every: int = 1) -> Readback:
     return KnownReadback(kernel.histograms(table, every).astype(np.float64))
 
 
+def read_sparse_histogram(gradient: torch.Tensor) -> Readback:
+    """As `read_histograms`, of one sparse COO gradient on the CPU, its implicit zeros included; shape (1, 256)."""
+    stored = gradient.coalesce().values()
+    bins = _bins_of_cpu(flat(stored))
+    bins[0] += math.prod(gradient.shape) - stored.numel()
+    return KnownReadback(bins[None, :])
+
+
 def _exponents(values: torch.Tensor) -> torch.Tensor:
     """The bin of every element; int32."""
     if values.dtype != torch.float64:

@@ -16,15 +16,18 @@ import torch
 
 from gradiometer import wire
 from gradiometer.capture import layout, statistics
-from gradiometer.capture.backends import Backends, Blocks, Found, OnlyNorms, known_finite
+from gradiometer.capture.backends import REAL_DTYPES, Backends, Blocks, Found, OnlyNorms, known_finite
 from gradiometer.capture.backlog import BEHIND, Backlog, Hold
+from gradiometer.capture.histograms import Histogram, joined
 from gradiometer.capture.layout import Layout, Places
 from gradiometer.capture.readback import Readback
 from gradiometer.capture.statistics import Floats
 from gradiometer.capture.tiers import EVERY_STEP, Cadence
+from gradiometer.histograms import Wish, Wishes
 
-_REAL_DTYPES: Final = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _MAX_LISTED: Final = 5
+MAX_HISTOGRAM_LAYERS: Final = 8000
+"""More of them in one step would not fit into a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class Partials:
         statistics: the columns: `wire.STATISTICS` or `wire.NORM_STATISTICS`.
         holds: their memory, on the reader's account.
         unread: rows whose gradient exists but could not be read; see `wire.STATISTICS` for how that is told.
+        histogram: of the same gradients, in a step in which somebody wanted it.
     """
 
     layout: Layout
@@ -44,6 +48,7 @@ class Partials:
     statistics: tuple[str, ...] = wire.STATISTICS
     unread: tuple[int, ...] = ()
     holds: tuple[Hold, ...] = ()
+    histogram: Histogram | None = None
 
     def table(self) -> Floats:
         """Float64, shape (layers, statistics), multiplied by the loss scale if the gradients were. Agent thread only."""
@@ -65,6 +70,7 @@ def combine(pieces: Sequence[tuple[Partials, Readback | None]]) -> tuple[Partial
     blocks: list[tuple[list[int], Readback]] = []
     unread: list[int] = []
     holds: list[Hold] = []
+    taken: list[tuple[Histogram | None, Readback | None]] = []
     for partials, scale in pieces:
         # Rows mean something else where an optimizer got another group in the middle of a step.
         if partials.layout is newest.layout:
@@ -73,9 +79,16 @@ def combine(pieces: Sequence[tuple[Partials, Readback | None]]) -> tuple[Partial
                 blocks.append((rows, read if scale is None else _Unscaled(read, scale, common)))
             unread += partials.unread
             holds += partials.holds
-    return replace(
-        newest, blocks=tuple(blocks), statistics=common, unread=tuple(unread), holds=tuple(holds)
-    ), None
+            taken.append((partials.histogram, scale))
+    whole = replace(
+        newest,
+        blocks=tuple(blocks),
+        statistics=common,
+        unread=tuple(unread),
+        holds=tuple(holds),
+        histogram=joined(taken),
+    )
+    return whole, None
 
 
 class _Unscaled:
@@ -132,6 +145,7 @@ class GradientReader:
         unavailable: told a metric and the reason why it cannot be collected; may be told again.
         sharded: parameters that differ from rank to rank, see `layout.Places`.
         cadence: which steps are read in full.
+        wishes: in which steps histograms are taken; None: in none.
     """
 
     def __init__(
@@ -142,12 +156,13 @@ class GradientReader:
         unavailable: Callable[[str, str], None],
         sharded: Places | None = None,
         cadence: Cadence = EVERY_STEP,
+        wishes: Wishes | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._prefix = prefix
         self._unavailable = unavailable
-        self._sharded = sharded
+        self._sharded, self._wishes = sharded, wishes
         self._layout: Layout | None = None
         self._unread: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
@@ -195,27 +210,41 @@ class GradientReader:
             current = self.layout
         num_unread = len(self._unread)
         unread: list[int] = []
-        found = Found()
-        for row in range(len(current.parameters)) if of is None else self._part(of).rows:
-            gradient: Any = current.parameters[row].grad
-            if gradient is None:
-                continue
-            if not _is_plain(gradient):
-                gradient = self._local(gradient, row, unread)
-            span = current.spans[row]
-            gradient = gradient if gradient is None or span is None else gradient[span]
-            # Also a shard of no elements has nothing to say.
-            if gradient is None or not gradient.numel():
-                continue
-            found.add(row, gradient)
+        found = self._found(
+            current, range(len(current.parameters)) if of is None else self._part(of).rows, unread
+        )
         if len(self._unread) > num_unread:
             self._tell_unread(current)
         if self._backlog.is_full():
             self._unavailable("grad/layers", BEHIND)
             return Partials(layout=current, blocks=(), unread=(*unread, *found.rows()))
         blocks, names = self._read(found)
-        hold = self._backlog.hold(sum(8 * len(names) * len(rows) for rows, _ in blocks))
-        return Partials(layout=current, blocks=blocks, statistics=names, unread=tuple(unread), holds=(hold,))
+        wish = self._wish(blocks, names, len(current.layers))
+        width = len(names) + (0 if wish is None else wire.HISTOGRAM_BINS)
+        hold = self._backlog.hold(sum(8 * width * len(rows) for rows, _ in blocks))
+        return Partials(
+            layout=current,
+            blocks=blocks,
+            statistics=names,
+            unread=tuple(unread),
+            holds=(hold,),
+            histogram=None
+            if wish is None
+            else Histogram(wish=wish, parts=((self._backends.histograms(found), None),)),
+        )
+
+    def _wish(self, blocks: Blocks, names: tuple[str, ...], num_layers: int) -> Wish | None:
+        """Why a histogram of these gradients is to be taken; None: it is not."""
+        wishes = self._wishes
+        if wishes is None:
+            return None
+        wish = wishes.granted()
+        if wishes.at_once and not known_finite(blocks, full=names == wire.STATISTICS):
+            wish = wishes.nonfinite()
+        if wish is not None and num_layers > MAX_HISTOGRAM_LAYERS:
+            self._unavailable("histogram", f"{num_layers} layers; at most {MAX_HISTOGRAM_LAYERS} can be sent")
+            return None
+        return wish
 
     def _read(self, found: Found) -> tuple[Blocks, tuple[str, ...]]:
         """Rows of all statistics, or of those of a norm alone, and which they are."""
@@ -224,6 +253,24 @@ class GradientReader:
             if not self._cadence.is_full_too(finite=known_finite(blocks)):
                 return blocks, wire.NORM_STATISTICS
         return self._backends.read(found, full=True), wire.STATISTICS
+
+    # Hot path: as `read`. Asks torch for as little as it can of each of perhaps thousands of small gradients.
+    def _found(self, current: Layout, rows: Sequence[int], unread: list[int]) -> Found:
+        """The gradients of these rows that are there and can be read."""
+        found = Found()
+        gradients: list[Any] = [current.parameters[row].grad for row in rows]
+        if current.is_one_to_one and found.add_alike(rows, gradients):
+            return found
+        for row, gradient in zip(rows, gradients, strict=True):
+            local = gradient
+            if gradient is not None and not _is_plain(gradient):
+                local = self._local(gradient, row, unread)
+            span = current.spans[row]
+            local = local if local is None or span is None else local[span]
+            # Also a shard of no elements has nothing to say.
+            if local is not None and local.numel():
+                found.add(row, local)
+        return found
 
     def _local(self, gradient: Any, row: int, unread: list[int]) -> torch.Tensor | None:
         """This rank's part of a gradient; None if it cannot be read."""
@@ -269,7 +316,7 @@ def _listed(names: list[str]) -> str:
 def _is_plain(gradient: torch.Tensor) -> bool:
     """Whether it is what nearly all gradients are, in a fraction of the time that asking for each exception takes."""
     is_dense = type(gradient) is torch.Tensor and gradient.layout == torch.strided
-    return is_dense and gradient.dtype in _REAL_DTYPES and not gradient.is_meta
+    return is_dense and gradient.dtype in REAL_DTYPES and not gradient.is_meta
 
 
 def _unreadable(gradient: Any) -> str | None:

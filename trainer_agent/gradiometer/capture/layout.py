@@ -53,6 +53,11 @@ class Layout:
     has_plain_shards: bool = False
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_one_to_one(self) -> bool:
+        """Whether every layer is all of its parameter's gradient."""
+        return self.spans.count(None) == len(self.spans)
+
     # Hot path: training thread, once per step.
     def is_outdated(self) -> bool:
         """Whether the gradients of some layer are now spread over the ranks in another way than was declared."""

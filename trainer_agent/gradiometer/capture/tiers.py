@@ -83,13 +83,19 @@ def of_watch(
     if statistics not in CHOICES:
         mistaken("grad/layers", f'watch(statistics={statistics!r:.80}) is none of {CHOICES}: "auto" is used')
         statistics = "auto"
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        mistaken("grad/layers", f"watch(every={every!r:.80}) is not a whole number from 1 on: it is left out")
-        every = None
+    every = every_of("every", every, mistaken)
     parameters = list(model.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     dtypes = {one.dtype for one in parameters if one.requires_grad and one.device == device}
     return choose(statistics, every, device, dtypes)
+
+
+def every_of(name: str, every: int | None, mistaken: Callable[[str, str], None]) -> int | None:
+    """`every`, an argument of `watch` that says how often; None, and `mistaken` is told, if it cannot be that."""
+    if every is None or (isinstance(every, int) and not isinstance(every, bool) and every >= 1):
+        return every
+    mistaken("grad/layers", f"watch({name}={every!r:.80}) is not a whole number from 1 on: it is left out")
+    return None
 
 
 def report_of(tier: Tier, name: str) -> EventReport:

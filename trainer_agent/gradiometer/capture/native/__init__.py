@@ -128,10 +128,12 @@ def table_of(gradients: list[torch.Tensor], flat: Any) -> Table | None:
         return None
     if any(map(torch.Tensor.is_neg, gradients)):
         return None
-    owners = [gradient if gradient.is_contiguous() else flat(gradient) for gradient in gradients]
+    owners = gradients
+    if not all(map(torch.Tensor.is_contiguous, gradients)):
+        owners = [gradient if gradient.is_contiguous() else flat(gradient) for gradient in gradients]
     return Table(
-        addresses=array("Q", [owner.data_ptr() for owner in owners]),
-        lengths=array("q", [owner.numel() for owner in owners]),
+        addresses=array("Q", list(map(torch.Tensor.data_ptr, owners))),
+        lengths=array("q", list(map(torch.Tensor.numel, owners))),
         dtypes=array("i", codes),
         owners=owners,
     )
