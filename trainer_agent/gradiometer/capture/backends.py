@@ -35,8 +35,10 @@ class Found:
 
     # Hot path: training thread, once per optimizer step.
     def add_alike(self, rows: Sequence[int], gradients: list[torch.Tensor]) -> bool:
-        """Add all in one go if they are what they nearly always are: plain, dense, of one device and dtype, none missing
-        or empty. False: nothing was added. Goes through them in C, which halves what a small gradient costs."""
+        """Add all if they are what they nearly always are: plain, dense, of one device and dtype, none missing or empty.
+
+        It walks them in C only, because of thousands of small gradients. False: nothing was added.
+        """
         if set(map(type, gradients)) != {torch.Tensor} or set(map(_LAYOUT, gradients)) != {torch.strided}:
             return False
         dtypes, devices = set(map(_DTYPE, gradients)), set(map(_DEVICE, gradients))
