@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradiometer as gm
-from gradiometer.capture import backends, eager
+from gradiometer.capture import backends, eager, readback
 from tests.support.recorded import recorded
 
 READS = (
@@ -39,7 +39,13 @@ READS = (
     "__len__",
     "__contains__",
 )
-TIERS = [{"statistics": "norm"}, {"statistics": "full"}, {"statistics": "auto", "every": 2}]
+TIERS = [
+    {"statistics": "norm"},
+    {"statistics": "full"},
+    {"statistics": "auto", "every": 2},
+    {"statistics": "norm", "histogram_every": 2},
+]
+TIER_NAMES = ["norm", "full", "every 2", "histograms"]
 STEPS = 6
 
 
@@ -112,9 +118,13 @@ def counted(monkeypatch):
     return start
 
 
+def histograms_of_a_device(gradients):
+    return readback.start(torch.stack([eager._bins_of_device(eager.flat(one)) for one in gradients]))
+
+
 @pytest.mark.parametrize("several", [False, True], ids=["one optimizer", "two optimizers"])
 @pytest.mark.parametrize("backend", ["cpu", "device"])
-@pytest.mark.parametrize("tier", TIERS, ids=["norm", "full", "every 2"])
+@pytest.mark.parametrize("tier", TIERS, ids=TIER_NAMES)
 def test_R66_nothing_is_read_from_a_tensor_in_a_step(tier, backend, several, spool, counted, monkeypatch):
     more = ()
     if backend == "device":
@@ -123,6 +133,7 @@ def test_R66_nothing_is_read_from_a_tensor_in_a_step(tier, backend, several, spo
         monkeypatch.setattr(
             eager, "read_norms", lambda found: eager._read_norms_of_device([*map(eager.flat, found)])
         )
+        monkeypatch.setattr(eager, "read_histograms", histograms_of_a_device)
         assert backends.eager is eager
     seen = []
     with gm.init(mode="offline") as run:
@@ -143,6 +154,8 @@ def test_R66_nothing_is_read_from_a_tensor_in_a_step(tier, backend, several, spo
     assert list(out.layers["0.weight"]) == list(range(1, STEPS + 1))
     assert np.isfinite(list(out.points["train/loss"].values())).all()
     assert len(out.points["grad/clip_norm"]) == STEPS
+    taken = [step for one in out.details if one.kind == "histogram" for step in one.steps]
+    assert taken == (list(range(2, STEPS + 1, 2)) if "histogram_every" in tier else [])
 
 
 def test_the_counters_count(counted):
@@ -184,7 +197,7 @@ def test_R67_logged_tensors_and_their_graphs_are_freed(watched, spool):
     assert run.dropped.get("the agent's queue was full", 0) < 5000
 
 
-@pytest.mark.parametrize("tier", TIERS, ids=["norm", "full", "every 2"])
+@pytest.mark.parametrize("tier", TIERS, ids=TIER_NAMES)
 def test_R67_gradients_are_freed_when_their_step_is_over(tier, spool):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
