@@ -14,10 +14,12 @@ import httpx
 import numpy as np
 import pytest
 
+from gradiometer import wire
 from gradiometer_server.api import schemas
 from tests.integration import histogram_ranks
 from tests.support.eventually import eventually
 from tests.support.server import Server
+from tests.support.wire_client import WireClient, layer_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = "/runs/two/histograms"
@@ -62,6 +64,92 @@ def assert_equal_to_the_full_gradient(one: Server, step: int, bins: dict[str, li
     for layer, *own in zip(found["layers"], *per_rank, strict=True):
         assert np.sum([rank["counts"] for rank in own], axis=0).tolist() == layer["counts"]
         assert all(0 < rank["counted"] < layer["numel"] for rank in own)
+
+
+def record(rows: dict[int, Any], *, reason: str, about: int | None = None, schema_id: int = 1) -> bytes:
+    """Histograms of steps: per layer, bin -> count."""
+    counts = np.zeros((len(rows), 2, wire.HISTOGRAM_BINS), dtype="<u4")
+    for at, layers in enumerate(rows.values()):
+        for row, bins in enumerate(layers):
+            for place, count in bins.items():
+                counts[at, row, place] = count
+    detail = wire.Detail(
+        kind="histogram", reason=reason, trigger_step=about, schema_id=schema_id, steps=tuple(rows),
+        times=tuple(1.8e9 + step for step in rows), values=counts.tobytes(),
+    )  # fmt: skip
+    return wire.encode(detail)
+
+
+def test_histograms_are_kept_by_rank_and_merged_when_they_are_read(
+    server: Callable[..., Server], database_url: str
+) -> None:
+    one = server(database_url)
+    for rank in (0, 1):
+        with WireClient(one.url, "two", rank=rank, world_size=2) as client:
+            client.hello()
+            layers = layer_schema(("a", 4), ("b", 3), schema_id=1)
+            sent = [record({5: [{100: 3 + rank, 255: 1}, {0: 3}]}, reason="look", about=4)]
+            if rank == 1:
+                sent.append(record({9: [{}, {0: 1}], 12: [{1: 2}, {}]}, reason="alone"))
+                sent.append(record({9: [{}, {}]}, reason="x", schema_id=3))
+            ack = client.send(layers, *sent)
+            assert [refused.code for refused in ack.rejected] == ["unknown_schema"] * rank
+    eventually(lambda: len(one.get(PATH)["histograms"]) == 3, 20)
+    one.kill()
+    one.restart()
+    found = one.get(PATH)
+    schemas.HistogramOverview.model_validate(found)
+    alone = {"attempt": 1, "ranks": [1], "reasons": ["alone"], "trigger_steps": []}
+    both = {"attempt": 1, "step": 5, "ranks": [0, 1], "reasons": ["look"], "trigger_steps": [4]}
+    assert found["histograms"] == [{**alone, "step": 12}, {**alone, "step": 9}, both]
+    assert one.get(PATH, limit=1)["histograms"] == [{**alone, "step": 12}]
+    newest = one.get(f"{PATH}/layers")
+    schemas.LayerHistograms.model_validate(newest)
+    assert (newest["step"], [layer["counted"] for layer in newest["layers"]]) == (12, [2, 0])
+    assert newest["layers"][0]["counts"][:3] == [0, 2, 0]
+    # The client's layers are whole on both ranks: copies, of which one counts.
+    at_five = one.get(f"{PATH}/layers", step=5, layer="a")
+    (layer,) = at_five["layers"]
+    assert (layer["counts"][100], layer["counts"][255], layer["counted"], layer["numel"]) == (3, 1, 4, 4)
+    (of_rank,) = one.get(f"{PATH}/layers", step=5, layer="a", rank=1)["layers"]
+    assert of_rank["counts"][100] == 4
+    assert one.get("/runs/two/ring") == {"ranks": []}
+    nowhere = httpx.get(f"{one.url}/api/v1{PATH}/layers", params={"step": 6})
+    assert (nowhere.status_code, nowhere.json()["code"]) == (404, "not_found")
+
+
+def test_commands_are_for_agents_that_are_there_and_understand_them(server: Callable[..., Server]) -> None:
+    one = server()
+    assert ask(one).status_code == 404
+    with WireClient(one.url, "two", world_size=2) as client:
+        client.hello()
+        old = ask(one)
+        assert (old.status_code, old.json()["code"]) == (409, "no_agent")
+        assert "connected" in old.json()["detail"]
+        assert old.json()["remedy"]
+        kinds = ("ring", "histogram")
+        hello = wire.Hello(
+            protocol=1, agent_version="test", run=client.run, sources=(client.source,), commands=kinds
+        )
+        client.send_raw(wire.encode(hello))
+        client.receive()
+        answer = eventually(lambda: (found := ask(one, reason="a look")).status_code == 202 and found, 10)
+        body = answer.json()
+        assert body == {"id": body["id"], "kind": "histogram", "asked": 1, "ranks": [0], "step": None}
+        command = client.receive(10)
+        assert isinstance(command, wire.Command)
+        assert (command.id, command.kind, command.reason) == (body["id"], "histogram", "a look")
+        for wrong in ({"kind": "dump"}, {"rank": -1}, {"reason": "x" * 201}, {"more": 1}):
+            assert ask(one, **wrong).status_code == 422, wrong
+        foreign = httpx.post(
+            f"{one.url}/api/v1/runs/two/commands",
+            json={"kind": "histogram"},
+            headers={"Origin": "https://elsewhere.example"},
+        )
+        assert (foreign.status_code, foreign.json()["code"]) == (403, "origin_not_allowed")
+    described = httpx.get(f"{one.url}/openapi.json").json()["paths"]
+    assert "202" in described["/api/v1/runs/{run}/commands"]["post"]["responses"]
+    assert "/api/v1/runs/{run}/histograms/layers" in described
 
 
 @pytest.mark.slow

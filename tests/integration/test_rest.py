@@ -171,7 +171,9 @@ def test_the_heat_map_and_the_flow(one: Server) -> None:
     assert flow["statistics"]["norm"][1] == "NaN"
     assert flow["statistics"]["num_nonfinite"][1] == 2.0
     assert one.get(path("layers", "flow"))["step"] == STEPS
-    assert one.get(path("layers", "flow"), step=0) == {"step": None, "layers": [], "statistics": {}}
+    assert one.get(path("layers", "flow"), step=0) == {
+        "step": None, "layers": [], "statistics": {}, "measured_at": {},
+    }  # fmt: skip
 
 
 def test_alerts(one: Server) -> None:
@@ -264,7 +266,8 @@ def test_the_api_describes_itself(empty: Server) -> None:
     assert spec["openapi"].startswith("3.")
     wanted = {
         "/runs", "/runs/{run}", "/runs/{run}/metrics", "/series/query", "/runs/{run}/layers", "/runs/{run}/layers/flow",
-        "/runs/{run}/ring", "/runs/{run}/ring/layers",
+        "/runs/{run}/ring", "/runs/{run}/ring/layers", "/runs/{run}/histograms", "/runs/{run}/histograms/layers",
+        "/runs/{run}/commands",
         "/alerts", "/runs/{run}/alerts", "/runs/{run}/alerts/{alert}", "/ingest",
     }  # fmt: skip
     assert set(spec["paths"]) == {"/api/v1" + route for route in wanted} | {"/healthz", "/readyz"}

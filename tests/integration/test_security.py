@@ -28,6 +28,8 @@ ROUTES = [
     ("GET", "/api/v1/runs"),
     ("GET", "/api/v1/runs/x"),
     ("GET", "/api/v1/alerts"),
+    ("GET", "/api/v1/runs/x/histograms"),
+    ("POST", "/api/v1/runs/x/commands"),
     ("POST", "/api/v1/series/query"),
     ("POST", "/api/v1/ingest"),
     ("DELETE", "/api/v1/runs/x"),
