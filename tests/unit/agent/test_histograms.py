@@ -11,8 +11,8 @@ from torch import nn
 
 import gradiometer as gm
 from gradiometer import wire
+from gradiometer.capture import eager, native
 from gradiometer.capture import histograms as captured
-from gradiometer.capture import native
 from gradiometer.capture.readback import KnownReadback
 from gradiometer.drops import Drops
 from gradiometer.histograms import MAX_ON_ALERT, NOTHING_WATCHED, QUIET_STEPS, TOO_OFTEN, HistogramDesk, Wish
@@ -293,3 +293,24 @@ def test_several_optimizers_of_one_step_are_one_histogram_and_wrong_arguments_ar
     assert list(found) == [2]
     assert found[2][1].tolist() == expected.tolist()
     assert "histogram_every=0" in recorded(directory).unavailable()["grad/layers"]
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_histogram_that_fails_takes_no_statistics_along(monkeypatch):
+    def fails(_gradients):
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(eager, "read_histograms", fails)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gm.init() as run:
+        run.watch(model, optimizer, histogram_every=2)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(4, 4)).sum().backward()
+            optimizer.step()
+        directory = run.directory
+    out = recorded(directory)
+    assert (run.failures, out.details) == ({}, [])
+    assert sorted(out.layers["weight"]) == [1, 2, 3, 4, 5]
+    assert "no memory left" in out.unavailable()["histogram"]

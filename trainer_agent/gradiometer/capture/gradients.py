@@ -228,10 +228,16 @@ class GradientReader:
             statistics=names,
             unread=tuple(unread),
             holds=(hold,),
-            histogram=None
-            if wish is None
-            else Histogram(wish=wish, parts=((self._backends.histograms(found), None),)),
+            histogram=None if wish is None else self._histogram(found, wish),
         )
+
+    def _histogram(self, found: Found, wish: Wish) -> Histogram | None:
+        try:
+            return Histogram(wish=wish, parts=((self._backends.histograms(found), None),))
+        except RuntimeError as error:
+            # No memory for it, or no deterministic way on this device: the statistics must not be lost with it.
+            self._unavailable("histogram", f"it could not be taken: {str(error)[:500]}")
+            return None
 
     def _wish(self, blocks: Blocks, names: tuple[str, ...], num_layers: int) -> Wish | None:
         """Why a histogram of these gradients is to be taken; None: it is not."""
