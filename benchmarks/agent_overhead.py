@@ -1,6 +1,6 @@
 """What watching every gradient in every step costs: the agent at each tier beside other tools, in one process.
 
-    python benchmarks/agent_overhead.py [--models gpt2-64 gpt2-512 resnet50 small] [--rounds 5] [--steps 2]
+    python benchmarks/agent_overhead.py [--models gpt2-64 gpt2-512 resnet50 small] [--rounds 5] [--steps 2] [--ours]
 
 In every round each tool is attached, settles, is timed for `--steps` steps and is taken off; the order is shuffled
 anew. To settle takes one step, or several of the optimizer alone for a tool that does more in its early steps. The machine may be busy, so only CPU time counts (one torch thread), and only as ratios:
@@ -86,7 +86,7 @@ def reader_of_everything() -> Callable[[list[torch.Tensor]], object]:
     return read
 
 
-def tools_for(workload: Workload) -> Iterator[tuple[str, Callable[[], Tool]]]:
+def tools_for(workload: Workload, ours_only: bool = False) -> Iterator[tuple[str, Callable[[], Tool]]]:
     """Names and makers."""
     parameters = list(workload.model.parameters())
     yield BARE, lambda: Nothing(parameters)
@@ -102,6 +102,8 @@ def tools_for(workload: Workload) -> Iterator[tuple[str, Callable[[], Tool]]]:
         "gradiometer, full, without the native kernel",
         lambda: Ours(parameters, statistics="full", kernel=False),
     )
+    if ours_only:
+        return
     yield "Lightning grad_norm", lambda: LightningNorm(parameters)
     yield "wandb.watch(log_freq=1), offline", lambda: Wandb(parameters)
     yield "TensorBoard histograms and scalars", lambda: TensorBoard(parameters)
@@ -172,11 +174,13 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def measure(workload: Workload, rounds: int, num_steps: int) -> tuple[dict[str, Any], list[str]]:
+def measure(
+    workload: Workload, rounds: int, num_steps: int, ours_only: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """Samples in seconds per step by tool, and the tools that are absent."""
     tools: dict[str, Tool] = {}
     absent = []
-    for name, make in tools_for(workload):
+    for name, make in tools_for(workload, ours_only):
         try:
             tools[name] = make()
         except ImportError as error:
@@ -254,6 +258,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--ours", action="store_true", help="leave the other tools out")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args()
@@ -261,15 +266,15 @@ def main() -> None:
     random.seed(0)
     torch.manual_seed(0)
     for key in options.models:
-        result = result_of(WORKLOADS[key](), options.rounds, options.steps)
+        result = result_of(WORKLOADS[key](), options.rounds, options.steps, options.ours)
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"agent_overhead_{key}_{result['date'][:10]}.json"
+        path = RESULTS / f"agent_overhead_{key}{'_ours' if options.ours else ''}_{result['date'][:10]}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def result_of(workload: Workload, rounds: int, num_steps: int) -> dict[str, Any]:
+def result_of(workload: Workload, rounds: int, num_steps: int, ours_only: bool = False) -> dict[str, Any]:
     """Measure one model, show it, and describe where it was measured."""
-    samples, absent = measure(workload, rounds, num_steps)
+    samples, absent = measure(workload, rounds, num_steps, ours_only)
     bare_s = statistics.median(samples[BARE]["step"])
     rows = ratios(samples)
     show(workload, rows, bare_s)

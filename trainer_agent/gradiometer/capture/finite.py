@@ -35,7 +35,7 @@ def tester() -> IsKnownFinite:
     kernel = native.load()
     if kernel is None:
         return unknown
-    has_nonfinite = kernel.has_nonfinite
+    has_nonfinite, path = kernel.nonfinite_function(), kernel.path
 
     # Hot path: training thread, once per leaf module and forward pass. Must not allocate or copy, and asks torch for
     # as little as it can. A negative view needs no care: a negative is finite if what it is the negative of is.
@@ -47,7 +47,7 @@ def tester() -> IsKnownFinite:
             return False
         address = tensor.data_ptr()
         # Zeros that exist only in name (forward-mode differentiation) have no memory.
-        return address != 0 and not has_nonfinite(address, tensor.numel(), code)
+        return address != 0 and not has_nonfinite(address, tensor.numel(), code, path)
 
     return is_known_finite
 

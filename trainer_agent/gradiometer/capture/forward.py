@@ -9,7 +9,7 @@ agent's thread. Nothing of an output is kept, nothing is added to the autograd g
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -63,10 +63,10 @@ def joined(reports: Sequence[ForwardReport]) -> ForwardReport | None:
 class _LeafHook:
     """A forward hook that a copy or a pickle of the model leaves behind."""
 
-    __slots__ = ("_name", "_probe")
+    __slots__ = ("_entered", "_name", "_record")
 
-    def __init__(self, probe: ForwardProbe, name: str) -> None:
-        self._probe = probe
+    def __init__(self, guard: Guard, record: Callable[[str, Any], None], name: str) -> None:
+        self._entered, self._record = guard.entered, record
         self._name = name
 
     # Hot path: training thread, once per leaf module and forward pass. Must return None (anything else would
@@ -78,7 +78,7 @@ class _LeafHook:
             return
         if torch._C._get_tracing_state() is not None:
             return
-        self._probe.see(self._name, output)
+        self._entered("forward probe", self._record, self._name, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The bound method of nullcontext takes what a hook takes, does nothing and returns None. It is in every
@@ -97,7 +97,6 @@ class ForwardProbe:
     """Forward hooks on the leaf modules of one model."""
 
     def __init__(self, model: torch.nn.Module, guard: Guard, prefix: str = "") -> None:
-        self._guard = guard
         self._order: list[str] = []
         self._loose: list[torch.Tensor] = []
         self._blocks: list[Readback] = []
@@ -106,15 +105,13 @@ class ForwardProbe:
         scripting.hide(self, _LeafHook)
         names = PlainNames(model)
         self._handles = [
-            module.register_forward_hook(_LeafHook(self, prefix + names.of(name)))
+            module.register_forward_hook(_LeafHook(guard, self._record, prefix + names.of(name)))
             for name, module in leaves(model)
         ]
 
-    def see(self, name: str, output: Any) -> None:
-        """Keep the extremes of one output; called by the hooks."""
-        self._guard.entered("forward probe", self._record, name, output)
-
+    # Hot path: called by the hooks, through the guard.
     def _record(self, name: str, output: Any) -> None:
+        """Look at one output."""
         tensor = first_floating(output)
         if tensor is None or scalars.is_transformed(tensor) or tensor.numel() == 0:
             return

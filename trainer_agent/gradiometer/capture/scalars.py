@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
@@ -10,6 +11,8 @@ from gradiometer import wire
 from gradiometer.capture import layout, readback
 from gradiometer.capture.readback import Readback
 from gradiometer.reports import Scalars
+
+_is_wrapped: Final[Any] = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
 
 
 # Hot path: training thread. At most one small copy per device; must not read a value.
@@ -51,5 +54,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether `tensor` exists only inside a torch.func transform (vmap, grad, ...), after which it cannot be read."""
-    test = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None)
-    return test is not None and bool(test(tensor))
+    return _is_wrapped is not None and bool(_is_wrapped(tensor))

@@ -15,7 +15,7 @@ import functools
 import logging
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -96,10 +96,19 @@ class Kernel:
         self._library.gradiometer_histograms(*_arguments(table), self._path, every, bins.ctypes.data)
         return bins
 
-    # Hot path: training thread, once per module. Reads no further than the first block that has one.
     def has_nonfinite(self, address: int, length: int, dtype: int) -> bool:
         """Whether one of `length` contiguous elements at `address` is NaN or infinite."""
         return bool(self._library.gradiometer_any_nonfinite(address, length, dtype, self._path))
+
+    def nonfinite_function(self) -> Callable[[int, int, int, int], int]:
+        """What `has_nonfinite` calls, for a hot path of many small calls; its last argument is `path`."""
+        function: Callable[[int, int, int, int], int] = self._library.gradiometer_any_nonfinite
+        return function
+
+    @property
+    def path(self) -> int:
+        """`FASTEST` or `PORTABLE`."""
+        return self._path
 
     @property
     def uses_avx2(self) -> bool:
