@@ -161,6 +161,7 @@ def test_counts_of_two_fsdp_ranks_add_up_to_those_of_the_full_gradient(
     process = start(one, tmp_path)
     try:
         eventually(lambda: bool(listed(one, "step five")), 90, what="what the training asked for arrives")
+        eventually(lambda: one.get("/runs/two")["latest"].get("time/step_s"), 30, what="steps are merged")
         answer = ask(one, reason="a look")
         assert answer.status_code == 202, answer.text
         asked = answer.json()

@@ -71,7 +71,8 @@ class HistogramDesk:
     def want(self, wish: Wish) -> None:
         """Every watch takes a histogram. Any thread."""
         everybody = list(self._wishes)
-        if not everybody:
+        if not everybody and not wish.on_alert:
+            # An alert about a run that watches nothing is nobody's mistake.
             self._drops.add(NOTHING_WATCHED, wish.about)
         for one in everybody:
             one.add(wish)
@@ -170,6 +171,7 @@ class Wishes:
 class AsksForHistograms:
     """The part of a run that takes histograms when the user says so."""
 
+    _feeder: Any
     _guard: Guard
     _watches: Watches
 
@@ -179,7 +181,8 @@ class AsksForHistograms:
         The gradients are read when they are complete, so this is in time anywhere before `optimizer.step()` or the
         clipping. Call it on all ranks. `reason`: kept with it.
         """
-        self._guard.tolerate("histograms", self._want_histograms, reason)
+        if self._feeder is not None:
+            self._guard.tolerate("histograms", self._want_histograms, reason)
 
     def _want_histograms(self, reason: Any) -> None:
         wish = Wish(reason=text_of(reason)[: wire.MAX_REASON_CHARS] or "run.histograms()")

@@ -112,6 +112,7 @@ def test_histograms_on_alert_are_bounded_and_counted_and_those_asked_for_are_not
 def test_wishes_that_nobody_can_serve_are_counted_and_those_that_wait_are_bounded():
     drops = Drops()
     HistogramDesk(drops).want(Wish(reason="nobody", about=3))
+    HistogramDesk(drops).command(wire.Command(id="a", kind="histogram", on_alert=True))
     assert drops.totals == {NOTHING_WATCHED: 1}
     desk, wishes, steps, _ = desk_and_wishes()
     for number in range(1000):
@@ -288,7 +289,13 @@ def test_several_optimizers_of_one_step_are_one_histogram_and_wrong_arguments_ar
             if step == 2:
                 expected = full
         directory = run.directory
+        run.histograms()
+    run.histograms("after the end")
     assert run.dropped == {NOTHING_WATCHED: 1}
+    with gm.init(mode="disabled") as nothing:
+        nothing.watch(model, optimizers, histogram_every=1)
+        nothing.histograms()
+    assert nothing.dropped == {}
     found = histograms_of(directory)
     assert list(found) == [2]
     assert found[2][1].tolist() == expected.tolist()
