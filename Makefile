@@ -111,7 +111,7 @@ screenshots: $(VENV)/.installed-test
 
 modes: $(VENV)/.installed-test
 	rm -rf build/modes
-	GRADIOMETER_TEST_REWRITE_MODES=1 $(BIN)/python -m pytest -q tests/integration/modes --deselect tests/integration/modes/test_modes_table.py $(PYTEST)
+	REWRITE_MODES=1 $(BIN)/python -m pytest -q tests/integration/modes --deselect tests/integration/modes/test_modes_table.py $(PYTEST)
 	$(BIN)/python -m tests.support.modes_table
 
 build: $(VENV)/.installed-test

@@ -144,7 +144,7 @@ def clipping(run, *, clip, scale=2.0**16, fused=False):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    run.watch(model, optimizer, scaler)
+    run.watch(model, optimizer, scaler, statistics="full")
     norms = []
     for _ in range(12):
         scaler.scale(loss_of(model)).backward()

@@ -88,14 +88,14 @@ def test_phases_take_what_they_take(micro_batches, spool):
     with gm.init(mode="offline") as run:
         run.watch(model, optimizer)
         batches = iter(DataLoader(Slow(), batch_size=1))
-        for _ in range(4):
+        for _ in range(7):
             for _ in range(micro_batches):
                 model(next(batches)).sum().backward()
             time.sleep(BETWEEN_S)
             optimizer.step()
             optimizer.zero_grad()
     found = steps_of(run)
-    assert list(found) == [2, 3, 4]
+    assert list(found) == list(range(2, 8))
     assert_takes(found, "data_wait", micro_batches * LOAD_S)
     assert_takes(found, "forward", micro_batches * FORWARD_S)
     assert_takes(found, "backward", micro_batches * BACKWARD_S)
@@ -108,7 +108,7 @@ def test_what_is_not_training_belongs_to_the_rest(spool):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with gm.init(mode="offline") as run:
         run.watch(model, optimizer)
-        for _ in range(3):
+        for _ in range(6):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -138,7 +138,7 @@ def test_what_checkpointing_repeats_is_backward(reentrant, spool):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with gm.init(mode="offline") as run:
         run.watch(model, optimizer)
-        for _ in range(3):
+        for _ in range(6):
             model(torch.ones(2, 4, requires_grad=True)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -152,7 +152,7 @@ def test_inside_a_closure_forward_and_backward_are_themselves(spool):
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=1)
     with gm.init(mode="offline") as run:
         run.watch(model, optimizer)
-        for _ in range(3):
+        for _ in range(6):
 
             def closure():
                 optimizer.zero_grad()
@@ -181,7 +181,7 @@ def test_the_agents_own_time_is_no_phase_of_the_training(spool, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with gm.init(mode="offline") as run:
         run.watch(model, optimizer)
-        for _ in range(3):
+        for _ in range(6):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -198,18 +198,19 @@ def test_a_step_of_two_optimizers_and_a_scaler_adds_up(spool):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with gm.init(mode="offline") as run:
         run.watch(model, optimizers, scaler)
-        for step in range(4):
-            scale = float("inf") if step == 2 else 1.0
+        for step in range(12):
+            scale = float("inf") if step % 4 == 2 else 1.0
             scaler.scale(model(torch.full((2, 4), scale)).sum()).backward()
             for optimizer in optimizers:
                 scaler.step(optimizer)
                 optimizer.zero_grad()
             scaler.update()
     found = steps_of(run)
-    assert list(found) == [2, 3, 4]
+    assert list(found) == list(range(2, 13))
     # The scaler left out the step of the weight, but not of the bias, whose gradient is finite.
-    assert_takes({3: found[3]}, "optimizer", OPTIMIZER_S)
-    assert_takes({4: found[4]}, "optimizer", 2 * OPTIMIZER_S)
+    skipped = {3, 7, 11}
+    assert_takes({step: found[step] for step in skipped}, "optimizer", OPTIMIZER_S)
+    assert_takes({step: found[step] for step in set(found) - skipped}, "optimizer", 2 * OPTIMIZER_S)
 
 
 def test_optimizers_in_the_backward_pass_are_themselves(spool):
@@ -233,7 +234,7 @@ def test_optimizers_in_the_backward_pass_are_themselves(spool):
 
 
 def batches():
-    for _ in range(3):
+    for _ in range(6):
         time.sleep(LOAD_S)
         yield torch.ones(2, 4)
 
@@ -265,7 +266,7 @@ def test_a_thread_that_fetches_ahead_is_not_the_training(spool):
         run.watch(model, optimizer)
         thread = threading.Thread(target=fetch)
         thread.start()
-        for _ in range(3):
+        for _ in range(6):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         stop.set()
@@ -280,7 +281,7 @@ def test_a_forward_pass_that_raised_ends_there(spool):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with gm.init(mode="offline") as run:
         run.watch(model, optimizer)
-        for _ in range(3):
+        for _ in range(6):
             with pytest.raises(RuntimeError):
                 model(torch.ones(2, 3))
             time.sleep(BETWEEN_S)
@@ -317,7 +318,7 @@ def test_compiled_models(in_place, spool):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with gm.init(mode="offline") as run:
         run.watch(watched, optimizer)
-        for _ in range(3):
+        for _ in range(6):
             watched(torch.ones(2, 4)).sum().backward()
             optimizer.step()
     assert ("forward" in steps_of(run)[2]) == (not in_place)

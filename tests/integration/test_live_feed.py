@@ -143,7 +143,7 @@ def test_a_browser_that_does_not_read_is_told_to_resync_and_slows_nobody(
             agent.send(frame({step: [step / 3] * len(names) for step in range(start, start + 20)}))
     last = 0
     while last < num_steps:
-        message = quick.next("points", 30)
+        message = quick.next("points", 90)
         last = max([last, *(step for series in message["series"] for step in series["steps"])])
     # Now it reads, and with a window wide enough that what has piled up in the kernel does not take minutes.
     narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)

@@ -22,7 +22,7 @@ from tests.integration.modes.mode_framework import Mode
 from tests.support import modes_table
 from tests.support.recorded import Recorded, recorded
 
-REWRITE = "GRADIOMETER_TEST_REWRITE_MODES"
+REWRITE = "REWRITE_MODES"
 """Set by `make modes`: the page is about to be written anew."""
 ROOT = Path(__file__).resolve().parents[3]
 EXACT = [COUNT, NUM_ZEROS, NUM_NONFINITE]
