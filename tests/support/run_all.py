@@ -1,8 +1,8 @@
 """Runs every test in stages and closes with one line of totals: `python -m tests.support.run_all [pytest options]`.
 
-Stages, because their needs differ: most tests share the cores; tests that kill processes or measure time, and the
-browser's, get the machine for themselves (and Playwright's event loop gets a process for itself). Every stage runs
-even if an earlier one failed, so that one run shows all that is wrong.
+Stages, because their needs differ: most tests share the cores; tests that kill processes do so among themselves, and
+the browser's get the machine (and Playwright's event loop a process) for themselves. Every stage runs even if an
+earlier one failed, so that one run shows all that is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STAGES = (
         "unit, property, integration",
         ["tests/unit", "tests/property", "tests/integration", "-n", "2", "--dist", "loadfile"],
     ),
-    ("faults", ["tests/faults"]),
+    ("faults", ["tests/faults", "-n", "2", "--dist", "loadfile"]),
     ("browser", ["tests/browser"]),
 )
 NO_TESTS_COLLECTED = 5
