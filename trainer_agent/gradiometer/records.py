@@ -20,6 +20,9 @@ from gradiometer.recorder import Ring
 MAX_SCALAR_SCHEMAS: Final = 256
 """Sets of columns with a schema of their own. Later sets are written column by column, so that a run that logs a
 new combination of names at every step does not declare a schema at every step."""
+LAYER_STEPS: Final = 8
+"""Steps whose layers may come before their scalars. A rule that sees an infinite gradient waits for the scaler's word,
+which is a scalar, half as long again and more, but not for a whole batch of a fast loop."""
 FRAME_BYTES: Final = 1024 * 1024
 """A frame is closed when it holds this much; a single row may be larger, up to `wire.MAX_RECORD_BYTES`."""
 
@@ -77,6 +80,7 @@ class Records:
         self._undeclared: set[int] = set()
         self._layer_frames: dict[int, _OpenFrame] = {}
         self._scalar_frames: dict[int, _OpenFrame] = {}
+        self._layered_steps: set[int] = set()
         self._done: list[bytes] = []
         self._in_flight: list[int] = []
 
@@ -125,6 +129,9 @@ class Records:
                 declaration = wire.LayerSchema(schema_id=schema_id, layers=layers, statistics=statistics)
                 self._layer_declarations[schema_id] = wire.encode(declaration)
             known = self._layers_by_id[id(layers), statistics] = (layers, schema_id)
+        if step not in self._layered_steps and len(self._layered_steps) >= LAYER_STEPS:
+            self._close_frames()
+        self._layered_steps.add(step)
         self._end_older_layers(step, known[1])
         if known[1] in self._undeclared:
             self._declare(known[1], self._layer_declarations[known[1]])
@@ -212,6 +219,7 @@ class Records:
         # Layers before scalars: whoever reads the scalars of a step can have its layers already.
         self._close(self._layer_frames)
         self._close(self._scalar_frames)
+        self._layered_steps.clear()
 
     def _close(self, frames: dict[int, _OpenFrame]) -> None:
         for frame in frames.values():

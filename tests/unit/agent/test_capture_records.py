@@ -147,3 +147,23 @@ def test_all_layers_of_a_step_come_before_those_of_the_next():
         builder.add_layers(step, 0.0, others, bytes(56))
     frames = [record for record in decoded(builder) if isinstance(record, wire.Frame)]
     assert [frame.steps for frame in frames] == [(1,), (1,), (2,), (2,), (3,), (3,)]
+
+
+@pytest.mark.parametrize("alternate", [False, True], ids=["one schema", "two schemas"])
+def test_layers_run_ahead_of_their_steps_scalars_by_a_few_steps_only(alternate):
+    builder = records.Records()
+    for step in range(1, 101):
+        statistics = wire.NORM_STATISTICS if alternate and step % 2 else wire.STATISTICS
+        builder.add_layers(step, 0.0, LAYERS, bytes(8 * len(statistics)), statistics)
+        builder.add_scalars(step, 0.0, columns("scaler/skipped"), [0])
+    layered = told = 0
+    of_layers = set()
+    for record in decoded(builder):
+        if isinstance(record, wire.LayerSchema):
+            of_layers.add(record.schema_id)
+        elif isinstance(record, wire.Frame) and record.schema_id in of_layers:
+            layered = max(record.steps)
+            assert layered - told <= records.LAYER_STEPS
+        elif isinstance(record, wire.Frame):
+            told = max(record.steps)
+    assert (layered, told) == (100, 100)

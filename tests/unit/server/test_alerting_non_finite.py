@@ -165,8 +165,27 @@ def test_gradients_wait_for_the_scalers_word_and_no_longer() -> None:
     assert run([*items, *waiting]) == {}
     assert only([*items, *waiting, scalars(41, {"scaler/skipped": 0.0})]).severity is Severity.CRITICAL
     assert run([*items, *waiting, scalars(41, {"scaler/skipped": 1.0}), *healthy(42, 50, skipped=0.0)]) == {}
-    # The word never came, but the next step did.
-    assert only([*items, *waiting, *healthy_step(42, skipped=0.0)]).first.step == 41
+    # The word never came, but that of many later steps did.
+    assert run([*items, *waiting, *healthy(42, 57, skipped=0.0)]) == {}
+    assert only([*items, *waiting, *healthy(42, 58, skipped=0.0)]).first.step == 41
+
+
+@pytest.mark.parametrize("first", [1, 41], ids=["from the start", "later"])
+def test_a_loss_that_travels_ahead_of_the_scalers_word_does_not_end_the_waiting(first: int) -> None:
+    steps = range(first, first + 8)
+    skipped = {first, first + 2}
+    frames = [
+        [layers(step, nonfinite={"head.weight": 4} if step in skipped else {}) for step in steps],
+        [scalars(step, {"train/loss": 1.0}) for step in steps],
+        [
+            scalars(step, {"time/step_s": 0.1, "scaler/scale": 65536.0, "scaler/skipped": 0.0})
+            for step in steps
+            if step not in skipped
+        ],
+        [scalars(step, {"scaler/scale": 65536.0, "scaler/skipped": 1.0}) for step in sorted(skipped)],
+    ]
+    batch = [item for frame in frames for item in frame]
+    assert run([*healthy(1, first - 1, skipped=0.0), *batch, *healthy(first + 8, 80, skipped=0.0)]) == {}
 
 
 def test_the_end_of_the_process_ends_the_waiting() -> None:

@@ -140,13 +140,13 @@ class NonFinite:
 
     def _take_scalars(self, item: FoldedScalars) -> None:
         state, values = self._state, item.values
-        names = [name for name in values if not name.startswith("grad/")]
-        if names:
-            # The server derives grad/* from the layers, so only other names prove that a step's scalars are here.
-            self._finalise(before=item.step)
-            if state.agent_scalars_step is None and any(name.startswith(_AGENT_GROUPS) for name in names):
-                state.agent_scalars_step = item.step
         self._take_scaler(item)
+        if any(name.startswith(_AGENT_GROUPS) for name in values):
+            # Only these prove that the scaler's word would be here: a loss travels in another frame. Even theirs may,
+            # because the agent does not report the same columns in every step.
+            self._finalise(before=item.step - (self._defaults.hold_steps if state.scaler_seen else 0))
+            if state.agent_scalars_step is None:
+                state.agent_scalars_step = item.step
         losses = set(nonfinite_losses(values))
         for name, by_rank in item.by_rank.items():
             losses.update(
