@@ -332,6 +332,29 @@ def test_a_run_of_the_users_is_used_and_left_open(tmp_path):
     assert out.points["mine"] == {12: 1.0}
 
 
+def test_logger_and_callback_may_both_be_given_the_same_run(tmp_path):
+    with gm.init() as run:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer_of(tmp_path, [GradiometerCallback(run)], GradiometerLogger(run)).fit(Tiny(), data())
+        assert run.step == 6
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer_of(tmp_path, [GradiometerCallback(run)], GradiometerLogger()).fit(Tiny(), data())
+        assert run.step == 12
+    out = finished(run)
+    assert list(out.points["seen_loss"]) == list(norms(out)) == list(range(1, 13))
+
+
+def test_logger_and_callback_with_different_runs_are_a_mistake(tmp_path):
+    with gm.init(mode="disabled") as one:
+        pass
+    with gm.init() as other:
+        trainer = trainer_of(tmp_path, [GradiometerCallback(one)], GradiometerLogger(other))
+        with pytest.raises(ValueError, match="give run and options to the logger"):
+            trainer.fit(Tiny(), data())
+
+
 def test_mistakes_are_told(tmp_path):
     with pytest.raises(TypeError, match="projekt"):
         GradiometerLogger(projekt="typo")

@@ -188,12 +188,12 @@ class GradiometerCallback(_Callback):
     # -- what Lightning calls ------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find the logger; raises `ValueError` if both were told which run to use."""
+        """Find the logger; raises `ValueError` if the two were told to use different runs."""
         self._logger = next(
             (logger for logger in trainer.loggers if isinstance(logger, GradiometerLogger)), None
         )
         if self._logger is not None and self._logger.session is not self._session:
-            if self._session.is_of_the_user:
+            if self._session.is_of_the_user and not self._session.agrees_with(self._logger.session):
                 raise ValueError(
                     "GradiometerCallback reports to the run of the GradiometerLogger: give run and options to the logger."
                 )

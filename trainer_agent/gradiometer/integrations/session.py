@@ -72,6 +72,11 @@ class Session:
         """Whether the user said anything about the run."""
         return self._given is not None or bool(self._options)
 
+    def agrees_with(self, other: Session) -> bool:
+        """Whether the user gave a run here, and `other` reports to that run too."""
+        theirs = other.run if other.is_open else other._given or other._users_own()
+        return self._given is not None and self._given is theirs
+
     @property
     def is_open(self) -> bool:
         """Whether `open` was called, and what it opened has not ended."""
