@@ -45,6 +45,26 @@ def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'ranks'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+# What torch deprecates in its own optimizers is not our business.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_the_state_inside_a_zero_redundancy_optimizer(spool, one_rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.Linear(10, 20)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    found, _ = train(model, optimizer, torch.ones(2, 10))
+    assert found["optimizer_state_bytes"] == [2 * 4 * 220 + 2 * 4] * 2
+
+
 def test_adamw_in_float32(spool):
     model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 1))
     numel = 10 * 20 + 20 + 20 + 1

@@ -22,7 +22,8 @@ DEVICE_METRICS: Final = (
 )
 """Told as unavailable where there is no such allocator, in the order of `device_numbers`."""
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-_MAX_DEPTH: Final = 4
+MAX_DEPTH: Final = 4
+"""Levels of lists and dicts in the state of one parameter."""
 
 
 # Hot path: training thread, once per step. One call into the allocator's counters; no sync, no reset of the peaks,
@@ -135,7 +136,18 @@ def parts_of(tensor: Any) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def tensors_in(state: Any, depth: int = _MAX_DEPTH) -> Iterator[torch.Tensor]:
+def states_of(optimizer: Any) -> tuple[Mapping[Any, Any], ...]:
+    """The states of an optimizer by parameter: its own, and that of the one inside a ZeroRedundancyOptimizer.
+
+    The latter has this rank's part of the state; the outer one's is filled when it is consolidated for a checkpoint.
+    """
+    inner = getattr(optimizer, "optim", None)
+    if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+        return (optimizer.state, inner.state)
+    return (optimizer.state,)
+
+
+def tensors_in(state: Any, depth: int = MAX_DEPTH) -> Iterator[torch.Tensor]:
     """The tensors in the state of an optimizer, which may hold lists and dicts of them."""
     if isinstance(state, torch.Tensor):
         yield state

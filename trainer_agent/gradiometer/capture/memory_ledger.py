@@ -90,7 +90,7 @@ class MemoryLedger:
         optimizers = optimizers_in(self._watched.optimizer)
         if len(optimizers) > _MAX_OPTIMIZERS:
             return (len(optimizers), self._watched.num_gradients())
-        num_states = sum(len(optimizer.state) for optimizer in optimizers)
+        num_states = sum(len(state) for optimizer in optimizers for state in memory.states_of(optimizer))
         num_parameters = sum(
             len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups
         )
@@ -126,8 +126,8 @@ class MemoryLedger:
             counts["buffers"].add(self._watched.model.buffers())
         counts["gradients"] = self._gradients
         for one in optimizers_in(self._watched.optimizer):
-            for state in one.state.values():
-                counts["optimizer_state"].add(memory.tensors_in(state))
+            for state in memory.states_of(one):
+                counts["optimizer_state"].add(memory.tensors_in(list(state.values()), memory.MAX_DEPTH + 1))
         self._num_storages = len(seen)
         return counts
 
