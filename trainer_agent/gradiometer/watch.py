@@ -8,7 +8,7 @@ parameter would be wrong: they fire per micro-batch, before DDP's reduction, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ from gradiometer.capture.clipped import ClippedNorm
 from gradiometer.capture.clock import StepClock, StepNumbers
 from gradiometer.capture.ending import StepEnding
 from gradiometer.capture.gradients import GradientReader
-from gradiometer.capture.layout import Places
+from gradiometer.capture.layout import Layout, Places
 from gradiometer.capture.numbers import Rates
 from gradiometer.capture.observer import StepObserver, Watched, observers_of
 from gradiometer.capture.optimizers import Optimizers, unwrap
@@ -52,6 +52,7 @@ class Watch:
         tier: which statistics are read how often.
         histograms: who wants histograms; None: nobody.
         histogram_every: also take one at each step whose number is a multiple of this.
+        layouts: gives those of all watches of the run, as far as they are built.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Watch:
         tier: Tier = EVERYTHING,
         histograms: HistogramDesk | None = None,
         histogram_every: int | None = None,
+        layouts: Callable[[], Iterable[Layout]] = tuple,
     ) -> None:
         self._histograms, self._histogram_every = histograms, histogram_every
+        self._layouts = layouts
         self._scaler = scaler if scaling.is_active(scaler) else None
         self._clock, self._is_clock, self._name = clock, is_clock, name
         self._emit, self._unavailable, self._guard = emit, unavailable, guard
@@ -125,8 +128,15 @@ class Watch:
         numbers = StepNumbers(self._clock, is_clock=self._is_clock)
         cadence = Cadence(tier, numbers.coming)
         self._wishes = self._join_histograms(numbers)
-        reader = GradientReader(
-            model, optimizers, self._prefix, self._unavailable, sharded, cadence, self._wishes
+        reader = self._reader = GradientReader(
+            model,
+            optimizers,
+            self._prefix,
+            self._unavailable,
+            sharded,
+            cadence,
+            self._wishes,
+            self._layouts,
         )
         is_only = len(optimizers.all) == 1
         clip_norm = ClippedNorm(self._unavailable)
@@ -249,6 +259,16 @@ class Watch:
         """The step that a value logged now belongs to: the one under way, else the last completed one."""
         begun = self._guard.call(self._step_part, self._capture.has_begun)
         return self._clock.step + (1 if begun else 0)
+
+    @property
+    def name(self) -> str:
+        """Told apart from other watches by this."""
+        return self._name
+
+    @property
+    def layout(self) -> Layout | None:
+        """Its layers, from the first step on."""
+        return self._reader.built
 
     @property
     def observers(self) -> list[StepObserver]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import values, wire
@@ -11,17 +11,21 @@ from gradiometer.drops import Drops
 from gradiometer.flight import FlightDesk
 from gradiometer.guard import Guard
 from gradiometer.histograms import HistogramDesk
+from gradiometer.plain import text_of
 from gradiometer.reports import Report
 
 if TYPE_CHECKING:
     from gradiometer.capture.checks.no_step import NoStep
     from gradiometer.capture.clock import StepClock
+    from gradiometer.capture.layout import Layout
     from gradiometer.capture.microbatches import MicroBatches
     from gradiometer.capture.observer import LossObserver
     from gradiometer.capture.optimizers import Optimizers
     from gradiometer.watch import Watch
 
 _log: Final = logging.getLogger(__name__)
+_MAX_NAME_CHARS: Final = 100
+"""Longest name of a watch: it is put before the names of layers and after those of metrics."""
 
 
 class Watches:
@@ -97,7 +101,7 @@ class Watches:
             scaler = None
         tier = tiers.of_watch(model, statistics, every, self._mistaken)
         is_clock, clock = self._leader is None, self._clock or StepClock(self._start_step)
-        shown_as = values.encodable(str(name or "")) or ("" if is_clock else f"model{self._num_added + 1}")
+        shown_as = self._name_of(name, is_clock=is_clock)
         watch = Watch(
             model,
             found,
@@ -114,6 +118,7 @@ class Watches:
             tier=tier,
             histograms=self.histograms,
             histogram_every=tiers.every_of("histogram_every", histogram_every, self._mistaken),
+            layouts=self._layouts,
         )
         self._emit(tiers.report_of(tier, shown_as))
         if tier.lack is not None:
@@ -128,6 +133,25 @@ class Watches:
         self._watches.append(watch)
         self._num_added += 1
         self._clock = clock
+
+    def _name_of(self, given: str | None, *, is_clock: bool) -> str:
+        """What a new watch is called: as the user says, if that can be in the names of metrics and is not in use."""
+        default = "" if is_clock else f"model{self._num_added + 1}"
+        wanted = (given if isinstance(given, str) else text_of(given)) if given else default
+        if not wanted:
+            return wanted
+        fitting = name = wire.fitting_name(wanted, _MAX_NAME_CHARS)
+        in_use, number = {watch.name for watch in self._watches}, 1
+        while name in in_use:
+            number += 1
+            name = f"{fitting}#{number}"
+        if name != wanted:
+            reason = "another watch has this name" if name != fitting else "this cannot be in a metric's name"
+            self._mistaken("grad/layers", f"watch {wanted[:80]!a} is called {name!r} instead: {reason}")
+        return name
+
+    def _layouts(self) -> Iterable[Layout]:
+        return (watch.layout for watch in self._watches if watch.layout is not None)
 
     def _record_flight(
         self, watch: Watch, model: Any, found: Optimizers, scaler: Any, start_step: int

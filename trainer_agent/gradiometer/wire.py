@@ -24,6 +24,7 @@ from gradiometer import limits as limits
 from gradiometer.limits import HISTOGRAM_BINS as HISTOGRAM_BINS
 from gradiometer.limits import MAX_ID_CHARS as MAX_ID_CHARS
 from gradiometer.names import MAX_NAME_CHARS as MAX_NAME_CHARS
+from gradiometer.names import fitting_name as fitting_name
 from gradiometer.names import name_problem as name_problem
 
 PROTOCOL_VERSION: Final = 1

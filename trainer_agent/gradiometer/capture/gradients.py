@@ -7,7 +7,7 @@ and half-precision gradients. What cannot be read is left out (count 0) and repo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -146,6 +146,7 @@ class GradientReader:
         sharded: parameters that differ from rank to rank, see `layout.Places`.
         cadence: which steps are read in full.
         wishes: in which steps histograms are taken; None: in none.
+        layouts: gives those of all watches of the run, as far as they are built.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class GradientReader:
         sharded: Places | None = None,
         cadence: Cadence = EVERY_STEP,
         wishes: Wishes | None = None,
+        layouts: Callable[[], Iterable[Layout]] = tuple,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -164,6 +166,7 @@ class GradientReader:
         self._unavailable = unavailable
         self._sharded, self._wishes = sharded, wishes
         self._layout: Layout | None = None
+        self._layouts = layouts
         self._unread: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
         self._cadence, self._backends, self._backlog = cadence, Backends(), Backlog()
@@ -175,13 +178,19 @@ class GradientReader:
         if self._layout is None or self._layout.num_in_optimizer != num_updated:
             self._unread.clear()
             try:
-                self._layout = layout.build(self._model, self._optimizer, self._prefix, self._sharded)
+                others = [one for one in self._layouts() if one is not self._layout]
+                self._layout = layout.build(self._model, self._optimizer, self._prefix, self._sharded, others)
                 for note in self._layout.notes:
                     self._unavailable("grad/layers", note)
             except layout.LayoutError as error:
                 self._unavailable("grad/layers", str(error))
                 # Without layers, so that it is not tried again at every step.
                 self._layout = Layout(layers=(), parameters=(), num_in_optimizer=num_updated)
+        return self._layout
+
+    @property
+    def built(self) -> Layout | None:
+        """The current layers, if they were asked for before."""
         return self._layout
 
     def owners(self, of: Any = None) -> Sequence[torch.Tensor]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from gradiometer import wire
-from gradiometer.capture import fsdp1
+from gradiometer.capture import fsdp1, layer_names
 from gradiometer.capture.naming import PlainNames
 
 Places = Mapping[str, tuple[int, int]]
@@ -84,11 +84,17 @@ class _Found:
     place: tuple[int, int] | None = None
 
 
-def build(model: torch.nn.Module, optimizer: Any, prefix: str, sharded: Places | None = None) -> Layout:
+def build(
+    model: torch.nn.Module,
+    optimizer: Any,
+    prefix: str,
+    sharded: Places | None = None,
+    others: Iterable[Layout] = (),
+) -> Layout:
     """Layers of the parameters that `optimizer` updates, in the order of the plain model's `named_parameters()`.
 
     Called at the first step, not at `watch`: `fully_shard` replaces the parameter objects, and the gradients say
-    more than the parameters.
+    more than the parameters. `others` are the layouts of the run's other watches, whose names are not given again.
 
     Raises:
         LayoutError: no parameter of the model is in the optimizer, or there are more layers than the wire allows.
@@ -102,7 +108,10 @@ def build(model: torch.nn.Module, optimizer: Any, prefix: str, sharded: Places |
     notes = _assign_places(found, sharded or {})
     if any(one.name.endswith(fsdp1.FLAT_NAME) for one in found):
         notes.append(_NO_NAMES)
-    layers = tuple(_layer(prefix, one) for one in found)
+    others = tuple(others)
+    names = layer_names.of_layers([one.name for one in found], prefix, others, notes)
+    layer_names.note_shared([one.parameter for one in found], names, others, notes)
+    layers = tuple(_layer(name, one) for name, one in zip(names, found, strict=True))
     return Layout(
         layers=layers,
         parameters=tuple(one.parameter for one in found),
@@ -188,7 +197,7 @@ def _assign_places(found: list[_Found], sharded: Places) -> list[str]:
     return notes
 
 
-def _layer(prefix: str, found: _Found) -> wire.Layer:
+def _layer(name: str, found: _Found) -> wire.Layer:
     parameter: Any = found.parameter
     if found.piece is not None:
         shape, shard, num_shards = found.piece.shape, found.piece.shard, found.piece.num_shards
@@ -200,7 +209,7 @@ def _layer(prefix: str, found: _Found) -> wire.Layer:
         rank, size = found.place
         shape, shard, num_shards = (size, *shape), (rank, *shard), size * num_shards
     return wire.Layer(
-        name=(prefix + found.name)[: wire.MAX_NAME_CHARS],
+        name=name,
         shape=shape,
         numel=math.prod(shape),
         shard=shard,

@@ -16,6 +16,9 @@ MAX_RATES: Final = 16
 """Learning rates recorded for one watch without asking whether they differ: with an optimizer for each parameter there
 may be thousands of equal ones."""
 
+_MAX_NAME_CHARS: Final = 100
+"""Longest name of an optimizer within a metric's name."""
+
 
 class Rates:
     """Names the learning rates of a watch's parameter groups.
@@ -31,7 +34,12 @@ class Rates:
 
     def __init__(self, name: str, names: Sequence[str], unavailable: Callable[[str, str], None]) -> None:
         self._base = f"train/lr/{name}" if name else "train/lr"
-        self._names, self._unavailable = names, unavailable
+        self._names = [wire.fitting_name(one, _MAX_NAME_CHARS) if one else "" for one in names]
+        self._unavailable = unavailable
+        for one, fitting in zip(names, self._names, strict=True):
+            if one != fitting:
+                reason = "the name of its optimizer cannot be in a metric's name and was changed to this"
+                unavailable(f"{self._base}/{fitting}", reason)
         self._shown: set[str] | None = None
 
     def of(self, readings: Sequence[StepReading]) -> StepScalars:
