@@ -102,7 +102,7 @@ class StepEnding:
         elif read:
             self._num_empty += 1
             if self._num_empty == EMPTY_STEPS:
-                self._unavailable("grad/norm", NO_GRADIENTS)
+                self._unavailable("grad/norm", _why_empty(read))
 
     def _observed(self, step: int, observers: Sequence[StepObserver]) -> StepScalars:
         found: list[tuple[wire.Column, float | torch.Tensor]] = []
@@ -115,3 +115,10 @@ class StepEnding:
             return ()
         scale = [] if self._scale is None else [(wire.Column("scaler/scale"), self._scale)]
         return [*scale, *self._clip_norm.scalars(), *self._times.end_step(self.at_s)]
+
+
+def _why_empty(readings: Sequence[StepReading]) -> str:
+    for reading in readings:
+        if reading.partials is not None and not reading.partials.layout.layers:
+            return "; ".join(reading.partials.layout.notes) or NO_GRADIENTS
+    return NO_GRADIENTS

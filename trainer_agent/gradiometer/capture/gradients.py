@@ -138,6 +138,49 @@ class Witness:
         return layout.local_of(gradient)._version != self._version
 
 
+class Witnesses:
+    """All of the gradients that were read: a backward pass of another loss may leave any of them alone.
+
+    Asked only where something can come between the reading and the step. Does not keep them alive.
+
+    Args:
+        owners: the parameters, with a gradient or without.
+    """
+
+    __slots__ = ("_gradients", "_owners", "_versions")
+
+    def __init__(self, owners: Sequence[torch.Tensor]) -> None:
+        self._owners = owners
+        self._gradients = [
+            _no_gradient if owner.grad is None else weakref.ref(owner.grad) for owner in owners
+        ]
+        self.accept()
+
+    # Hot path: training thread, once per clip (0.1 ms for 2000 gradients). Reads counters, no value.
+    def accept(self) -> None:
+        """The gradients were changed in place by something that makes no new ones of them (clipping)."""
+        self._versions = [_version(gradient()) for gradient in self._gradients]
+
+    # Hot path: training thread, at every clip and step after a clip (0.2 ms for 2000 gradients). As `accept`.
+    def are_outdated(self) -> bool:
+        """Whether a gradient came, went, or was replaced or changed in place since."""
+        for owner, gradient, version in zip(self._owners, self._gradients, self._versions, strict=True):
+            now = owner.grad
+            if now is not gradient() or _version(now) != version:
+                return True
+        return False
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    if type(gradient) is torch.Tensor:
+        return gradient._version
+    return -1 if gradient is None else layout.local_of(gradient)._version
+
+
+def _no_gradient() -> None:
+    """What a weak reference to a gradient that is not there says."""
+
+
 class GradientReader:
     """Reads the gradients of the parameters that one optimizer updates.
 
@@ -174,8 +217,7 @@ class GradientReader:
     @property
     def layout(self) -> Layout:
         """The current layers; built at first use, and again when the optimizer got other parameters."""
-        num_updated = layout.num_in_optimizer(self._optimizer)
-        if self._layout is None or self._layout.num_in_optimizer != num_updated:
+        if self._layout is None or not layout.updates(self._optimizer, self._layout.updated):
             self._unread.clear()
             try:
                 others = [one for one in self._layouts() if one is not self._layout]
@@ -185,7 +227,12 @@ class GradientReader:
             except layout.LayoutError as error:
                 self._unavailable("grad/layers", str(error))
                 # Without layers, so that it is not tried again at every step.
-                self._layout = Layout(layers=(), parameters=(), num_in_optimizer=num_updated)
+                self._layout = Layout(
+                    layers=(),
+                    parameters=(),
+                    updated=tuple(layout.updated_by(self._optimizer)),
+                    notes=(str(error),),
+                )
         return self._layout
 
     @property
@@ -199,12 +246,8 @@ class GradientReader:
 
     def _part(self, of: Any) -> _Part:
         known = self._parts.get(id(of))
-        # Only its own groups are counted: with an optimizer per parameter, to count all would be quadratic.
-        if (
-            known is None
-            or known.layout is not self._layout
-            or known.num_updated != layout.num_in_optimizer(of)
-        ):
+        # Only its own groups are looked at: with an optimizer per parameter, to look at all would be quadratic.
+        if known is None or known.layout is not self._layout or not layout.updates(of, known.updated):
             known = self._parts[id(of)] = _Part(self.layout, of)
         return known
 
@@ -313,11 +356,11 @@ class GradientReader:
 class _Part:
     """The rows and parameters of one of several optimizers."""
 
-    __slots__ = ("layout", "num_updated", "owners", "rows")
+    __slots__ = ("layout", "owners", "rows", "updated")
 
     def __init__(self, current: Layout, optimizer: Any) -> None:
-        self.num_updated = layout.num_in_optimizer(optimizer)
-        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.updated = tuple(layout.updated_by(optimizer))
+        ids = {id(parameter) for parameter in self.updated}
         self.layout = current
         self.rows = [row for row, parameter in enumerate(current.parameters) if id(parameter) in ids]
         self.owners = [owner for owner in current.owners if id(owner) in ids]

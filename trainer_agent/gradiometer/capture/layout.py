@@ -9,7 +9,9 @@ plain tensors that differ from rank to rank (expert parallelism) only the user k
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -39,14 +41,14 @@ class Layout:
         spans: where in that gradient, flattened, the layer is; None: everywhere.
         owners: the distinct parameters, the smallest first.
         placements: parameters whose gradient is a DTensor, and its placements as declared.
-        num_in_optimizer: how many parameters the optimizer had when this was built: another number needs a new layout.
+        updated: the parameters that the optimizer had when this was built: others need a new layout.
         has_plain_shards: whether some local gradient is a shard but does not say so, as a DTensor does.
         notes: what could not be found out, and why.
     """
 
     layers: tuple[wire.Layer, ...]
     parameters: tuple[torch.Tensor, ...]
-    num_in_optimizer: int
+    updated: tuple[torch.Tensor, ...]
     spans: tuple[slice | None, ...] = ()
     owners: tuple[torch.Tensor, ...] = ()
     placements: tuple[tuple[torch.Tensor, Any], ...] = ()
@@ -99,7 +101,7 @@ def build(
     Raises:
         LayoutError: no parameter of the model is in the optimizer, or there are more layers than the wire allows.
     """
-    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    updated = list(updated_by(optimizer))
     found = _found(model, updated)
     if len(found) > wire.MAX_COLUMNS:
         raise LayoutError(
@@ -115,7 +117,7 @@ def build(
     return Layout(
         layers=layers,
         parameters=tuple(one.parameter for one in found),
-        num_in_optimizer=len(updated),
+        updated=tuple(updated),
         spans=tuple(None if one.piece is None else one.piece.span for one in found),
         owners=tuple(
             sorted({id(one.parameter): one.parameter for one in found}.values(), key=torch.Tensor.numel)
@@ -131,9 +133,16 @@ def build(
     )
 
 
-def num_in_optimizer(optimizer: Any) -> int:
-    """How many parameters the optimizer updates now."""
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def updated_by(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The parameters that the optimizer updates now."""
+    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+# Hot path: training thread, a few times per step. Must not compare tensors by value.
+def updates(optimizer: Any, known: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the optimizer updates these very parameters, in this order (25 us for 2000)."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    return count == len(known) and all(map(operator.is_, updated_by(optimizer), known))
 
 
 def _found(model: torch.nn.Module, updated: list[torch.Tensor]) -> list[_Found]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradiometer.capture import readback, scaling
-from gradiometer.capture.gradients import GradientReader, Partials, Witness
+from gradiometer.capture.gradients import GradientReader, Partials, Witness, Witnesses
 from gradiometer.capture.readback import Readback
 from gradiometer.guard import Guard
 
@@ -28,6 +28,7 @@ class StepReading:
         partials: what was read; None: nothing yet.
         scale: the loss scale that the gradients were multiplied by when they were read; None: by none.
         witness: the smallest gradient that was read, kept until the step ends.
+        witnesses: all gradients that were read, where the loop may change some of them before the step.
         num_gradients: how many were read.
         clips_what_was_read: the clip under way changes gradients that were read before.
         in_closure: `step(closure)` may compute the gradients itself.
@@ -65,6 +66,7 @@ class StepReading:
         self.partials: Partials | None = None
         self.scale: Readback | None = None
         self.witness: Witness | None = None
+        self.witnesses: Witnesses | None = None
         self.num_gradients = 0
         self.clips_what_was_read = self.was_read_in_closure = False
 
@@ -95,7 +97,21 @@ class StepReading:
         if self.in_closure and self.was_read_in_closure:
             # LBFGS evaluates its closure many times per step; the first gradient is the one at the step's start.
             return False
-        return self.witness is None or self.witness.is_outdated()
+        if self.witness is None or self.witness.is_outdated():
+            return True
+        return self.witnesses is not None and self.witnesses.are_outdated()
+
+    def expect_changes(self) -> None:
+        """It was read before its step: the loop may add to some gradients and not to others until then."""
+        if self.witness is not None:
+            self.witnesses = Witnesses(self._reader.owners(self._of))
+
+    def accept_clip(self) -> None:
+        """Clipping changed the gradients in place."""
+        if self.clips_what_was_read and self.witness is not None:
+            self.witness.accept()
+            if self.witnesses is not None:
+                self.witnesses.accept()
 
     def has_new_gradients(self) -> bool:
         """Whether another backward pass ran since the gradients were read."""

@@ -86,11 +86,14 @@ class StepCapture:
         ids = {id(gradient) for gradient in gradients}
         for index, reading in enumerate(self.readings):
             # Clipping twice or by groups: the first call reads everything, the others find it done.
-            if reading.must_read() and reading.owns_any(ids):
+            is_done = not reading.must_read()
+            if not is_done and reading.owns_any(ids):
                 if self._together.has_stepped(index):
                     self.end_step()
                 self._read(reading)
-            reading.clips_what_was_read = not reading.must_read()
+                reading.expect_changes()
+                is_done = reading.witness is not None
+            reading.clips_what_was_read = is_done
 
     def after_clip(self, gradients: list[torch.Tensor], total_norm: Any, over_ranks: bool) -> None:
         """See `clip.ClipListener`."""
@@ -100,8 +103,7 @@ class StepCapture:
         """See `clip.ClipListener`."""
         # Also where other gradients were clipped: those of one DDP bucket or FSDP1 unit count their changes together.
         for reading in self.readings:
-            if reading.clips_what_was_read and reading.witness is not None:
-                reading.witness.accept()
+            reading.accept_clip()
 
     def before_scaler_step(self, index: int) -> None:
         """`scaler.step` was called for this optimizer."""
