@@ -282,7 +282,7 @@ def main() -> None:
         "benchmark": "log_call",
         "date": now.isoformat(timespec="seconds"),
         "machine": machine,
-        "packages": {name: version_of("torch" if name == "gradiometer" else name) for name in PEERS},
+        "packages": {name: version_of(name) for name in ("torch", *PEERS)},
         "pace_us": options.pace_us,
         "absent": absent,
         "ten_floats": with_floats,

@@ -21,9 +21,9 @@ from gradiometer import spool as spool_module
 from gradiometer.capture import statistics
 from gradiometer.capture.statistics import COUNT, MAX, MIN, NUM_NONFINITE, NUM_ZEROS, SUM, SUM_SQUARES
 from tests.integration import capture_ranks
+from tests.support.paths import PYTHONPATH
 from tests.support.recorded import recorded
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE = 2
 
 
@@ -37,7 +37,7 @@ def launch(kind, out):
         f"--nproc_per_node={WORLD_SIZE}",
     ]
     command += [str(Path(capture_ranks.__file__)), kind, str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)], done.stderr

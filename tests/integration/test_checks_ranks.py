@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration import checks_ranks
+from tests.support.paths import PYTHONPATH
 from tests.support.recorded import recorded
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("ddp", "ddp, bucket views", "fsdp2", "fsdp1")
 FOUND = {
     "ddp": {"no zero_grad": "missing_zero_grad", "not divided": "accumulation_not_divided"},
@@ -32,7 +32,7 @@ def played(tmp_path_factory):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "GRADIOMETER_SPOOL": str(out / "spool"),
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

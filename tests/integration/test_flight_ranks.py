@@ -17,9 +17,8 @@ from gradiometer import replay
 from gradiometer.capture import dump
 from tests.integration import flight_ranks
 from tests.support.eventually import eventually
+from tests.support.paths import PYTHONPATH
 from tests.support.server import Server
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def train(kind, one, tmp_path):
@@ -27,7 +26,7 @@ def train(kind, one, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(Path(flight_ranks.__file__)), kind, str(tmp_path / "dumps"), str(tmp_path)]
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GRADIOMETER_URL": one.url,
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "GRADIOMETER_URL": one.url,
         "GRADIOMETER_RUN_ID": kind, "GRADIOMETER_LINGER_S": "30",
     }  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)

@@ -18,10 +18,10 @@ from gradiometer import wire
 from gradiometer_server.api import schemas
 from tests.integration import histogram_ranks
 from tests.support.eventually import eventually
+from tests.support.paths import PYTHONPATH
 from tests.support.server import Server
 from tests.support.wire_client import WireClient, layer_schema
 
-ROOT = Path(__file__).resolve().parents[2]
 PATH = "/runs/two/histograms"
 WORLD_SIZE = 2
 
@@ -32,7 +32,7 @@ def start(one: Server, out: Path) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "GRADIOMETER_URL": one.url,
         "GRADIOMETER_RUN_ID": "two",
         "GRADIOMETER_LINGER_S": "30",

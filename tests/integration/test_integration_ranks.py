@@ -12,9 +12,9 @@ import pytest
 
 from tests.integration import framework_ranks
 from tests.integration.framework_runs import marks, norms
+from tests.support.paths import PYTHONPATH
 from tests.support.recorded import recorded
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = list(range(1, framework_ranks.STEPS + 1))
 
 
@@ -22,7 +22,7 @@ STEPS = list(range(1, framework_ranks.STEPS + 1))
 def test_each_rank_reports_itself_and_rank_0_what_concerns_all(tmp_path, spool):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(Path(framework_ranks.__file__)), str(tmp_path)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([PYTHONPATH, os.environ.get("PYTHONPATH", "")])
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GRADIOMETER_MODE": "offline"}
     done = subprocess.run(
         command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=240, check=False

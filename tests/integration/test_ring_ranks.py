@@ -14,9 +14,9 @@ import pytest
 
 from tests.integration import ring_ranks
 from tests.support.eventually import eventually
+from tests.support.paths import PYTHONPATH
 from tests.support.server import Server
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE = 2
 
 
@@ -27,7 +27,7 @@ def train(kind, one, out):
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "GRADIOMETER_URL": one.url,
         "GRADIOMETER_RUN_ID": kind,
         "GRADIOMETER_LINGER_S": "30",

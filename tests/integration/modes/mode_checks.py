@@ -20,6 +20,7 @@ from gradiometer import wire
 from gradiometer.capture.statistics import COUNT, MAX, MIN, NUM_NONFINITE, NUM_ZEROS, SUM, SUM_SQUARES
 from tests.integration.modes.mode_framework import Mode
 from tests.support import modes_table
+from tests.support.paths import PYTHONPATH
 from tests.support.recorded import Recorded, recorded
 
 REWRITE = "REWRITE_MODES"
@@ -67,7 +68,7 @@ def launch(module: str, modes: Iterable[Mode], folder: Path, *, timeout_s: float
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHONPATH,
         "GRADIOMETER_SPOOL": str(folder / "spool"),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
