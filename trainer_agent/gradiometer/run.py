@@ -243,7 +243,8 @@ class Run(Handle, RecordsBatches, AsksForHistograms):
             optimizer: a torch optimizer, or Accelerate's or Lightning's wrapper of one; a list or dict of them: together
                 they make a step; None: those that `_apply_optimizer_in_backward` hung on the parameters.
             scaler: the GradScaler, if there is one; without it, steps that it skips cannot be seen.
-            name: told apart from other watches by this; its layers get it as a prefix. The first needs none.
+            name: told apart from other watches by this; its layers get it as a prefix. The first needs none. Changed, and
+                this told, where the server would not take it or another watch has it.
             forward: also find the first module whose output held NaN or Inf. None: where it is known to be cheap.
             sharded: plain tensors that hold other values on each rank (expert parallelism): pattern of parameter names
                 -> the process group, or one-dimensional device mesh, over which they differ: `{"experts.*": group}`.
