@@ -9,14 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from gradiometer_server.alerting.rules.told import MAX_TEXT_CHARS, ToldRule, severity_of
+from gradiometer_server.domain.alerts import Breach
+from gradiometer_server.domain.folded import FoldedEvent
 
-from gradiometer_server.alerting.history import LayerHistory
-from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import Folded, FoldedEvent
-
-_VERSION = 1
-_MAX_TEXT_CHARS = 4000
 _MAX_KEY_CHARS = 500
 _MAX_FACT_CHARS = 500
 _MAX_FACTS = 20
@@ -30,65 +26,44 @@ class CheckDefaults:
     quiet_steps: int = _NEVER
 
 
-class _State(msgspec.Struct, kw_only=True):
-    version: int = _VERSION
-    step: int = 0
-
-
-class Check:
+class Check(ToldRule):
     """Turns `check` events into breaches; check and watch separate episodes, the value counts how often it was true."""
 
     name = "check"
+    event_kind = "check"
 
     def __init__(self, defaults: CheckDefaults | None = None) -> None:
+        super().__init__()
         self.quiet_steps = (defaults or CheckDefaults()).quiet_steps
-        self._state = _State()
 
-    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
-        """A breach for each `check` event; other items only tell which step the run is at."""
-        if not isinstance(item, FoldedEvent):
-            self._state.step = max(self._state.step, item.step)
-            return []
-        if item.kind != "check":
-            return []
-        attributes = item.attributes
+    def breach(self, event: FoldedEvent, step: int) -> Breach:
+        """See `ToldRule`."""
+        attributes = event.attributes
         watch = _text(attributes.get("watch"))
         key = f"{_text(attributes.get('check'))} {watch}".strip()[:_MAX_KEY_CHARS]
         title = _text(attributes.get("title")) or f"The check {key} found a mistake in the training loop"
         if watch:
             title = f"{title} ({watch})"
-        return [
-            Breach(
-                rule=self.name,
-                key=key,
-                severity=_severity(attributes.get("severity")),
-                step=self._state.step if item.step is None else item.step,
-                time_s=item.time_s,
-                metric=_text(attributes.get("metric")) or "train/loss",
-                value=_count(attributes.get("count")),
-                ranks=(item.rank,),
-                facts=(
-                    title,
-                    _text(attributes.get("text")),
-                    _text(attributes.get("advice")),
-                    *_facts(attributes.get("facts")),
-                ),
-            )
-        ]
-
-    def dump(self) -> bytes:
-        """State as msgpack."""
-        return msgspec.msgpack.encode(self._state)
-
-    def load(self, data: bytes) -> None:
-        """Take over a dumped state."""
-        state = msgspec.msgpack.decode(data, type=_State)
-        if state.version == _VERSION:
-            self._state = state
+        return Breach(
+            rule=self.name,
+            key=key,
+            severity=severity_of(attributes.get("severity")),
+            step=step,
+            time_s=event.time_s,
+            metric=_text(attributes.get("metric")) or "train/loss",
+            value=_count(attributes.get("count")),
+            ranks=(event.rank,),
+            facts=(
+                title,
+                _text(attributes.get("text")),
+                _text(attributes.get("advice")),
+                *_facts(attributes.get("facts")),
+            ),
+        )
 
 
 def _text(value: object) -> str:
-    return str(value)[:_MAX_TEXT_CHARS] if isinstance(value, str) else ""
+    return str(value)[:MAX_TEXT_CHARS] if isinstance(value, str) else ""
 
 
 def _count(value: object) -> float:
@@ -107,10 +82,3 @@ def _shown(fact: object) -> str:
     if isinstance(fact, float):
         return f"{fact:.6g}"
     return ", ".join(map(str, fact)) if isinstance(fact, (list, tuple)) else str(fact)
-
-
-def _severity(value: object) -> Severity:
-    try:
-        return Severity(str(value).lower())
-    except ValueError:
-        return Severity.WARNING
