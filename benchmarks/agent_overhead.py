@@ -16,12 +16,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import gc
-import importlib.metadata
-import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -33,13 +29,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 from overhead_models import WORKLOADS, Workload
 from overhead_tools import Calls, LightningNorm, Nothing, Ours, TensorBoard, Tool, Wandb
+from processes import bytes_in, cpu_s, descendants
 
 from gradiometer.capture import native
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "wandb", "tensorboard", "lightning")
 FLOOR = "floor: every gradient read once"
 BARE = "bare step"
@@ -134,33 +131,8 @@ def settle(workload: Workload, tool: Tool) -> None:
 
 
 def cpu_of_children_s() -> float:
-    """CPU seconds of the living child processes; 0 where /proc does not tell."""
-    ticks, pending = 0, [os.getpid()]
-    while pending:
-        parent = pending.pop()
-        try:
-            tasks = list(Path(f"/proc/{parent}/task").iterdir())
-        except OSError:
-            continue
-        children = [
-            int(child)
-            for task in tasks
-            if (task / "children").exists()
-            for child in (task / "children").read_text().split()
-        ]
-        for child in children:
-            try:
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            ticks += int(fields[11]) + int(fields[12])
-        pending += children
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def bytes_in(folder: Path | None) -> int:
-    """Size of all files."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder else 0
+    """CPU seconds of the living child processes."""
+    return cpu_s(*descendants(os.getpid()))
 
 
 @contextmanager
@@ -194,10 +166,10 @@ def measure(
             tool.attach(workload.model, workload.optimizer)
             settle(workload, tool)
             with no_collection():
-                inside_s, others_s, cpu_s = tool.inside.spent_s, cpu_of_children_s(), time.process_time()
+                inside_s, others_s, own_s = tool.inside.spent_s, cpu_of_children_s(), time.process_time()
                 for _ in range(num_steps):
                     one_step(workload, tool)
-                samples[name]["step"].append((time.process_time() - cpu_s) / num_steps)
+                samples[name]["step"].append((time.process_time() - own_s) / num_steps)
                 samples[name]["inside"].append((tool.inside.spent_s - inside_s) / num_steps)
                 samples[name]["others"].append((cpu_of_children_s() - others_s) / num_steps)
             steps_of[name] += num_steps + tool.num_early_steps
@@ -247,13 +219,6 @@ def show(workload: Workload, rows: list[dict[str, Any]], bare_s: float) -> None:
         )
 
 
-def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -267,31 +232,24 @@ def main() -> None:
     torch.manual_seed(0)
     for key in options.models:
         result = result_of(WORKLOADS[key](), options.rounds, options.steps, options.ours)
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"agent_overhead_{key}{'_ours' if options.ours else ''}_{result['date'][:10]}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        kernel = native.load()
+        record.save(
+            "agent_overhead",
+            result,
+            name=f"agent_overhead_{key}{'_ours' if options.ours else ''}",
+            avx2=kernel is not None and kernel.uses_avx2,
+        )
 
 
 def result_of(workload: Workload, rounds: int, num_steps: int, ours_only: bool = False) -> dict[str, Any]:
-    """Measure one model, show it, and describe where it was measured."""
+    """Measure one model and show it."""
     samples, absent = measure(workload, rounds, num_steps, ours_only)
     bare_s = statistics.median(samples[BARE]["step"])
     rows = ratios(samples)
     show(workload, rows, bare_s)
     print("\n".join(f"absent: {line}" for line in absent), flush=True)
-    kernel = native.load()
     return {
-        "benchmark": "agent_overhead",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cores": os.cpu_count(),
-            "load_1min": round(os.getloadavg()[0], 2),
-            "system": platform.system(),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "avx2": kernel is not None and kernel.uses_avx2,
-        },
-        "packages": {package: version_of(package) for package in PACKAGES},
+        "packages": record.versions(PACKAGES),
         "workload": workload.name,
         "parameters": workload.num_parameters,
         "tensors": workload.num_tensors,

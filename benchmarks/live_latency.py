@@ -11,23 +11,19 @@ machine. Prints p50 and p99 and writes `benchmarks/results/live_latency_<date>.j
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import math
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
+import record
+from processes import Server, wait_until
+
 METRIC = "train/loss"
-RESULTS = Path(__file__).resolve().parent / "results"
 WARMUP_STEPS = 20
 TIMEOUT_S = 300.0
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -81,10 +77,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    result = measure(options.samples, program)
-    path = RESULTS / f"live_latency_{datetime.date.today().isoformat()}.json"  # noqa: DTZ011  the reader's own date
-    RESULTS.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    result, about_machine = measure(options.samples, program)
+    path = record.save("live_latency", result, **about_machine)
     print(
         f"{result['samples']} samples at {result['steps_per_s']} steps/s: p50 {result['p50_ms']} ms, "
         f"p99 {result['p99_ms']} ms, worst {result['max_ms']} ms  ->  benchmarks/results/{path.name}"
@@ -113,21 +107,16 @@ def train(url: str, steps: int, times: Path) -> int:
     return 0
 
 
-def measure(samples: int, program: str) -> dict[str, Any]:
-    """Run everything once and return the figures."""
-    from gradiometer.demo.server import ServerProcess
-
+def measure(samples: int, program: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run everything once; the figures, and the versions of what took part."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["GRADIOMETER_SPOOL"] = str(folder / "spool")
-        database = f"sqlite:///{folder / 'benchmark.db'}"
-        with ServerProcess(port=0, database=database, stop=threading.Event()) as server:
-            url = server.wait_until_listening()
-            assert url is not None
-            return _measure_with(url, samples, program, folder / "times.txt")
+        with Server(folder) as server:
+            return _measure_with(server.url, samples, program, folder / "times.txt")
 
 
-def _measure_with(url: str, samples: int, program: str, times: Path) -> dict[str, Any]:
+def _measure_with(url: str, samples: int, program: str, times: Path) -> tuple[dict[str, Any], dict[str, str]]:
     # The page needs a moment to load; steps before that are not counted.
     steps = samples + 15 * WARMUP_STEPS
     command = [sys.executable, __file__, "--train", url, str(steps), str(times)]
@@ -137,18 +126,19 @@ def _measure_with(url: str, samples: int, program: str, times: Path) -> dict[str
         run_id = trainer.stdout.readline().strip()
         if not run_id:
             raise RuntimeError(f"the trainer ended with exit code {trainer.wait()} before it began")
-        version, seen_ms = _watch_page(f"{url}/runs/{run_id}", samples, program, times)
+        chromium, seen_ms = _watch_page(f"{url}/runs/{run_id}", samples, program, times)
     finally:
         trainer.terminate()
         trainer.wait()
-    return _figures(samples, version, seen_ms, _ended_ms(times))
+    about_machine = {"chromium": chromium, **record.versions(["torch"])}
+    return _figures(samples, seen_ms, _ended_ms(times)), about_machine
 
 
 def _watch_page(page_url: str, samples: int, program: str, times: Path) -> tuple[str, dict[int, float]]:
     """Chromium's version, and Unix milliseconds at which each step was first drawn."""
     from playwright.sync_api import sync_playwright
 
-    _wait(lambda: len(_ended_ms(times)) >= WARMUP_STEPS, "the trainer has done its first steps")
+    wait_until(lambda: len(_ended_ms(times)) >= WARMUP_STEPS, "the trainer has done its first steps")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -166,41 +156,21 @@ def _watch_page(page_url: str, samples: int, program: str, times: Path) -> tuple
     return version, {step: at for step, at in seen.items() if first <= step < wanted}
 
 
-def _figures(
-    samples: int, chromium: str, seen_ms: dict[int, float], ended_ms: dict[int, float]
-) -> dict[str, Any]:
-    import torch
-
+def _figures(samples: int, seen_ms: dict[int, float], ended_ms: dict[int, float]) -> dict[str, Any]:
     steps = sorted(seen_ms)
     latencies = [seen_ms[step] - ended_ms[step] for step in steps]
     ordered = sorted(latencies)
     spent_s = (ended_ms[steps[-1]] - ended_ms[steps[0]]) / 1000
     return {
-        "benchmark": "live_latency",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "what": "end of optimizer.step() to the point drawn in headless Chromium",
-        "machine": {
-            "cores": os.cpu_count(),
-            "load_1min": round(os.getloadavg()[0], 2),
-            "system": platform.system(),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "chromium": chromium,
-        },
         "samples": samples,
         "steps_per_s": round((len(steps) - 1) / spent_s, 2),
         "p50_ms": round(statistics.median(ordered), 1),
-        "p90_ms": round(_quantile(ordered, 0.90), 1),
-        "p99_ms": round(_quantile(ordered, 0.99), 1),
+        "p90_ms": round(record.quantile(ordered, 0.90), 1),
+        "p99_ms": round(record.quantile(ordered, 0.99), 1),
         "max_ms": round(ordered[-1], 1),
         "latencies_ms": [round(latency, 1) for latency in latencies],
     }
-
-
-def _quantile(ordered: list[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed."""
-    return ordered[max(0, math.ceil(len(ordered) * share) - 1)]
 
 
 def _ended_ms(times: Path) -> dict[int, float]:
@@ -208,14 +178,6 @@ def _ended_ms(times: Path) -> dict[int, float]:
         return {}
     rows = [line.split() for line in times.read_text().splitlines() if line.count(" ") == 1]
     return {int(step): float(ended_s) * 1000 for step, ended_s in rows}
-
-
-def _wait(condition: Any, what: str) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"not within {TIMEOUT_S:g} s: {what}")
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

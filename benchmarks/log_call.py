@@ -15,11 +15,7 @@ Ours and wandb write offline, TensorBoard and MLflow (SQLite) to a folder, track
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import os
-import platform
 import random
 import shutil
 import statistics
@@ -30,11 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 
 import gradiometer as gm
 
-RESULTS = Path(__file__).resolve().parent / "results"
 NUM_METRICS = 10
 BLOCK = 1000
 Log = Callable[[dict[str, Any], int], None]
@@ -238,13 +234,6 @@ def opened(folder: Path) -> tuple[dict[str, Peer], list[str]]:
     return peers, absent
 
 
-def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -270,27 +259,15 @@ def main() -> None:
         with_tensors[name]["syncs_per_call"] = syncs.count
         with_floats[name] |= peer.close()
     shutil.rmtree(folder, ignore_errors=True)
-    now = datetime.datetime.now(datetime.UTC)
-    machine = {
-        "cores": os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "device": device,
-    }
     result = {
-        "benchmark": "log_call",
-        "date": now.isoformat(timespec="seconds"),
-        "machine": machine,
-        "packages": {name: version_of(name) for name in ("torch", *PEERS)},
+        "packages": record.versions(("torch", *PEERS)),
         "pace_us": options.pace_us,
         "absent": absent,
         "ten_floats": with_floats,
         "ten_tensors": with_tensors,
     }
-    print(json.dumps(result, indent=1))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"log_call_{now.date()}.json").write_text(json.dumps(result, indent=1) + "\n")
+    path = record.save("log_call", result, device=device)
+    print(path.read_text())
 
 
 if __name__ == "__main__":

@@ -12,23 +12,17 @@ test_server_away.py` holds a shorter version to the same promises.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from server_away import RESULTS, free_port, start_server
-
-MIB = 1024 * 1024
+import record
+from processes import MIB, Server, wait_until
 
 TRAINER = """
 import json, sys, time
@@ -58,17 +52,7 @@ print(json.dumps({"dropped": run.dropped}), flush=True)
 """
 
 
-def get(url: str, path: str, body: object = None) -> Any:
-    """One answer of the server's REST interface."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(
-        f"{url}/api/v1{path}", data=data, headers={"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())
-
-
-def stored_counts(url: str, metric: str, steps: int) -> list[int]:
+def stored_counts(server: Server, metric: str, steps: int) -> list[int]:
     """How often each stored step is there."""
     counts: list[int] = []
     for first in range(1, steps + 1, 5000):
@@ -78,18 +62,17 @@ def stored_counts(url: str, metric: str, steps: int) -> list[int]:
             "to": first + 4999,
             "buckets": 5000,
         }
-        [answer] = get(url, "/series/query", asked)["series"]
+        [answer] = server.post("/series/query", asked)["series"]
         counts += answer["points"]["count"]
     return counts
 
 
 def measure(steps: int, layers: int, limit_bytes: int, folder: Path) -> dict[str, Any]:
     """One run."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    server = Server(folder)
     environment = {
         **os.environ,
-        "GRADIOMETER_URL": url,
+        "GRADIOMETER_URL": server.url,
         "GRADIOMETER_SPOOL": str(folder / "spool"),
         "GRADIOMETER_SPOOL_MAX_BYTES": str(limit_bytes),
         "GRADIOMETER_LINGER_S": "120",
@@ -102,25 +85,23 @@ def measure(steps: int, layers: int, limit_bytes: int, folder: Path) -> dict[str
         stdout=subprocess.PIPE,
         text=True,
     )
-    server = None
     try:
         assert trainer.stdout is not None
         told = json.loads(trainer.stdout.readline())
         spool_bytes = sum(path.stat().st_size for path in (folder / "spool").rglob("*.seg"))
-        server = start_server(port, folder)
+        server.start()
         back_s = time.monotonic()
         output, _ = trainer.communicate("\n", timeout=300)
         dropped = json.loads(output)["dropped"]
-        while get(url, "/runs/long")["state"] != "finished":
-            threading.Event().wait(0.2)
-        shown = get(url, "/runs/long")
-        counts = stored_counts(url, "train/loss", steps)
-        norms = stored_counts(url, "grad/norm", steps)
+        wait_until(lambda: server.get("/runs/long")["state"] == "finished", "the run is finished")
+        shown = server.get("/runs/long")
+        counts = stored_counts(server, "train/loss", steps)
+        norms = stored_counts(server, "grad/norm", steps)
+        complete_after_s = time.monotonic() - back_s
     finally:
-        for process in (trainer, server):
-            if process is not None:
-                process.terminate()
-                process.wait(30)
+        trainer.terminate()
+        trainer.wait(30)
+        server.stop()
     memory = told["memory"]
     return {
         "steps": steps,
@@ -137,7 +118,7 @@ def measure(steps: int, layers: int, limit_bytes: int, folder: Path) -> dict[str
         "norms_stored": len(norms),
         "stored_twice": sum(count != 1 for count in counts + norms),
         "not_accounted_for": 2 * steps - len(counts) - len(norms) - sum(dropped.values()),
-        "complete_after_s": round(time.monotonic() - back_s, 1),
+        "complete_after_s": round(complete_after_s, 1),
     }
 
 
@@ -150,22 +131,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gradiometer-long-") as folder:
         figures = measure(options.steps, options.layers, int(options.limit_mib * MIB), Path(folder))
-    now = datetime.datetime.now(datetime.UTC)
-    machine = {
-        "cores": os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "system": platform.system(),
-        "python": platform.python_version(),
-    }
-    result = {
-        "benchmark": "long_run_away",
-        "date": now.isoformat(timespec="seconds"),
-        "machine": machine,
-        **figures,
-    }
-    print(json.dumps(result, indent=1))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"long_run_away_{now.date()}.json").write_text(json.dumps(result, indent=1) + "\n")
+    path = record.save("long_run_away", figures)
+    print(path.read_text())
 
 
 if __name__ == "__main__":

@@ -12,22 +12,18 @@ does not: on few cores a ratio below 1 is that.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+import record
+from processes import Server
 
 TRAINER = """
 import json, os, sys, time
@@ -52,39 +48,17 @@ with gm.init(project="benchmarks", name="server away") as run, open(sys.argv[1],
 """
 
 
-def start_server(port: int, folder: Path) -> subprocess.Popen[bytes]:
-    """A server on `port`; returns once it answers."""
-    command = [sys.executable, "-m", "gradiometer_server", "serve", "--port", str(port)]
-    environment = {**os.environ, "GRADIOMETER_DATABASE_URL": f"sqlite:///{folder / 'away.db'}"}
-    with (folder / "server.log").open("ab") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    for _ in range(600):
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5).close()
-            return process
-        except OSError:
-            threading.Event().wait(0.05)
-    raise RuntimeError((folder / "server.log").read_text())
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody uses at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def measure(rounds: int, seconds: float, folder: Path) -> dict[str, list[float]]:
     """Durations of steps in seconds, by phase."""
-    port, steps, stop = free_port(), folder / "steps.jsonl", folder / "stop"
+    server, steps, stop = Server(folder), folder / "steps.jsonl", folder / "stop"
     environment = {
         **os.environ,
-        "GRADIOMETER_URL": f"http://127.0.0.1:{port}",
+        "GRADIOMETER_URL": server.url,
         "GRADIOMETER_SPOOL": str(folder / "spool"),
         "GRADIOMETER_LINGER_S": "30",
     }
     phases: list[tuple[str, float, float]] = []
-    server = start_server(port, folder)
+    server.start()
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(steps), str(stop)], env=environment)
     pause = threading.Event()
     try:
@@ -93,21 +67,20 @@ def measure(rounds: int, seconds: float, folder: Path) -> dict[str, list[float]]
             for phase in ("up", "down"):
                 if phase == "down":
                     server.kill()
-                    server.wait()
                 elif phases:
-                    server = start_server(port, folder)
+                    server.start()
                     pause.wait(1.0)
                 begun_s = time.time()
                 pause.wait(seconds)
                 phases.append((phase, begun_s, time.time()))
-        server = start_server(port, folder)
+        server.start()
         stop.touch()
         if trainer.wait(60) != 0:
             raise RuntimeError("the training failed")
     finally:
-        for process in (trainer, server):
-            process.terminate()
-            process.wait(30)
+        trainer.terminate()
+        trainer.wait(30)
+        server.stop()
     booked: dict[str, list[float]] = {"up": [], "down": []}
     for line in steps.read_text().splitlines():
         at_s, took_s = json.loads(line)
@@ -119,15 +92,7 @@ def measure(rounds: int, seconds: float, folder: Path) -> dict[str, list[float]]
 
 def summary(booked: dict[str, list[float]]) -> dict[str, Any]:
     """Milliseconds and ratios."""
-    figures: dict[str, Any] = {}
-    for phase, durations in booked.items():
-        ordered = sorted(durations)
-        figures[phase] = {
-            "steps": len(ordered),
-            "p50_ms": round(1e3 * statistics.median(ordered), 3),
-            "p99_ms": round(1e3 * ordered[int(0.99 * len(ordered))], 3),
-            "max_ms": round(1e3 * ordered[-1], 3),
-        }
+    figures: dict[str, Any] = {phase: record.spread(durations) for phase, durations in booked.items()}
     figures["down_over_up_p50"] = round(figures["down"]["p50_ms"] / figures["up"]["p50_ms"], 3)
     figures["down_over_up_p99"] = round(figures["down"]["p99_ms"] / figures["up"]["p99_ms"], 3)
     return figures
@@ -141,22 +106,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gradiometer-away-") as folder:
         figures = summary(measure(options.rounds, options.seconds, Path(folder)))
-    now = datetime.datetime.now(datetime.UTC)
-    machine = {
-        "cores": os.cpu_count(),
-        "load_1min": round(os.getloadavg()[0], 2),
-        "system": platform.system(),
-        "python": platform.python_version(),
-    }
-    result = {
-        "benchmark": "server_away",
-        "date": now.isoformat(timespec="seconds"),
-        "machine": machine,
-        **figures,
-    }
-    print(json.dumps(result, indent=1))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"server_away_{now.date()}.json").write_text(json.dumps(result, indent=1) + "\n")
+    path = record.save("server_away", figures)
+    print(path.read_text())
 
 
 if __name__ == "__main__":
