@@ -79,6 +79,9 @@ class Lane(Generic[V]):
 
         A cell can be shown when it is complete, of one rank alone, or passed by every live rank. It is done when
         every rank has delivered or passed it; incomplete ones go when too many are held, shown or not.
+
+        Where ranks say a step in several pieces (`is_whole`), to have delivered all pieces known by now is not enough: a
+        piece that nobody has heard of may come until the rank speaks of a later step, or falls silent.
         """
         bound = mark.emit_below(now_s, self._progress())
         lone = self._shows_lone and len(self.declared) == 1
@@ -96,6 +99,10 @@ class Lane(Generic[V]):
         whole = self._is_whole
         return whole is None or all(whole(rank, value) for rank, value in cell.by_rank.items())
 
+    def _is_over(self, cell: Cell[V], mark: Watermark, bound: int) -> bool:
+        """Whether nothing more can come to a cell that not every rank has passed."""
+        return self._is_complete(cell, mark) and (self._is_whole is None or cell.step < bound)
+
     @property
     def is_waiting(self) -> bool:
         """Whether a cell is there that was not shown since its last change."""
@@ -107,7 +114,7 @@ class Lane(Generic[V]):
         pushed_out: list[Cell[V]] = []
         while self._heap:
             cell, fresh = self._cells[self._heap[0]], self._heap[0] in self._fresh
-            done = not fresh and (cell.step < final or self._is_complete(cell, mark))
+            done = not fresh and (cell.step < final or self._is_over(cell, mark, bound))
             crowded = not fresh and cell.step < bound and len(self._heap) > MAX_HELD
             if not (done or crowded or len(self._heap) > self.max_cells):
                 break

@@ -96,6 +96,8 @@ class RunOwner:
         self._fold.restore(loaded.memory.fold)
         seen = loaded.memory.fold.applied
         self._read_log(seen, muted=True)
+        # A frame that is read again for one of its steps holds others that were merged and forgotten: not late.
+        self._seen_late = self._fold.num_late
         self._read_log(dict.fromkeys(self._source_ids.values(), 2**62), muted=False)
         for source in loaded.sources:
             # Refused records are acknowledged but not in the log.

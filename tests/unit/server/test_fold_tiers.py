@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradiometer import wire
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.folded import LAYER_STATISTICS, Folded, FoldedLayers, FoldedScalars, Layout
-from gradiometer_server.fold.run_fold import FoldSource, RunFold
+from gradiometer_server.fold.run_fold import SILENCE_S, FoldSource, RunFold
 from gradiometer_server.fold.watches import LayerWatches
 
 NORMS = ("norm", "rms", "num_nonfinite")
@@ -194,6 +194,43 @@ def test_two_optimizers_of_one_rank_make_one_step() -> None:
         assert (layers.step, layers.statistics["norm"].tolist()) == (step, [5.0, 5.0])
         assert presence(layers.statistics["mean"]) == [True, False]
     assert one.fold.num_late == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_further_optimizer_of_a_step_is_merged_though_the_step_was_whole_before(world_size: int) -> None:
+    """Followers that step before the clock, each in a write of its own: no schema announces the next one."""
+    ranks = range(world_size)
+    fold = Fold(world_size)
+    for schema_id in (1, 2, 3):
+        for rank in ranks:
+            fold.declare(schema_id, f"w{schema_id}", rank=rank, shards=world_size)
+            layers, scalars = fold.report(schema_id, 1, part(wire.STATISTICS), rank=rank)
+        assert [one.step for one in layers] == [1], "the newest step is shown at once"
+        assert scalars["grad/norm"] == pytest.approx(math.sqrt(25 * schema_id * world_size))
+    assert fold.fold.num_late == 0
+    for schema_id in (1, 2, 3):
+        for rank in ranks:
+            layers, scalars = fold.report(schema_id, 2, part(wire.STATISTICS), rank=rank)
+            assert bool(layers) == (schema_id == 3 and rank == ranks[-1])
+    assert scalars["grad/norm"] == pytest.approx(math.sqrt(75 * world_size))
+
+
+def test_the_newest_step_is_needed_until_its_ranks_go_on_end_or_fall_silent() -> None:
+    two = Fold(2)
+    for rank in range(2):
+        two.declare(1, "w", rank=rank, shards=2)
+        two.report(1, 1, part(wire.STATISTICS), rank=rank)
+    assert two.fold.offsets() == {0: 1, 1: 1}, "a server that starts again reads step 1 again"
+    for rank in range(2):
+        two.report(1, 2, part(wire.STATISTICS), rank=rank)
+    assert two.fold.offsets() == {0: 2, 1: 2}
+    assert two.fold.tick(SILENCE_S + 1.0) == []
+    assert two.fold.offsets() == {0: 3, 1: 3}
+    for rank in range(2):
+        two.report(1, 3, part(wire.STATISTICS), rank=rank)
+    for rank in range(2):
+        two.say(wire.Event(kind="exit", time=4.0, step=3, attributes={"code": 0}), rank)
+    assert two.fold.offsets() == {0: 5, 1: 5}
 
 
 def test_an_optimizer_that_rests_holds_the_others_up_by_one_step() -> None:
