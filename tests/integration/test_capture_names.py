@@ -133,6 +133,8 @@ def test_parameters_in_two_watches_are_told(spool, caplog):
     assert len(told) == 1
     assert "2 parameters" in told[0]
     assert "trunk.weight, which is other.trunk.weight too" in told[0]
+    same = {name: layer.same_as for name, layer in out.declared.items() if layer.same_as}
+    assert same == {"other.trunk.weight": "trunk.weight", "other.trunk.bias": "trunk.bias"}
 
 
 def test_a_watch_after_another_one_has_its_names(spool, caplog):

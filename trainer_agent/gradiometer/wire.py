@@ -71,10 +71,10 @@ class Layer(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: the parameter's name with wrapper prefixes stripped.
-        shape: full, unsharded shape.
-        numel: number of elements of the full parameter.
+        shape, numel: of the full, unsharded parameter.
         shard: coordinates of this rank on the sharded mesh dimensions; empty when not sharded.
         num_shards: product of the sizes of those mesh dimensions; 1 when not sharded.
+        same_as: a layer of another watch that is this very parameter; totals of a step count the two once.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Layer(msgspec.Struct, frozen=True, array_like=True):
     numel: int
     shard: tuple[int, ...] = ()
     num_shards: int = 1
+    same_as: str = ""
 
 
 class ScalarSchema(msgspec.Struct, frozen=True, tag="scalars", kw_only=True):

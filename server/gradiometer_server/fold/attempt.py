@@ -174,7 +174,7 @@ class AttemptFold:
                 mismatch=merger.mismatch(partials),
             )
         ]
-        totals = derive_global(merged.partials_MP, merged.measured)
+        totals = derive_global(merger.counted_once(merged.partials_MP), merged.measured)
         totals = totals_told(totals, coverage, num_ranks=self.mark.world_size)
         if totals:
             items.append(FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=totals))

@@ -117,6 +117,7 @@ class LayerMerger:
         for writer in sorted(schemas):
             self._claim(writer, schemas[writer], owners)
         self._seen = len(owners)
+        self._group_M = _groups(self._names, schemas.values())
 
     def _claim(
         self,
@@ -168,6 +169,16 @@ class LayerMerger:
             partials_MP=merged_MP, measured=measured, num_nonfinite_by_rank=nonfinite, seen=self._seen
         )
 
+    def counted_once(self, merged_MP: NDArray[np.float64]) -> NDArray[np.float64]:
+        """For totals: of the layers that are one parameter, only the first that has a gradient keeps its count."""
+        if self._group_M is None:
+            return merged_MP
+        places = np.flatnonzero((self._group_M >= 0) & (merged_MP[:, COUNT] > 0))
+        _, first = np.unique(self._group_M[places], return_index=True)
+        once_MP = merged_MP.copy()
+        once_MP[np.delete(places, first), COUNT] = 0.0
+        return once_MP
+
     def mismatch(self, partials: Mapping[Writer, NDArray[np.float64]]) -> ReplicaMismatch | None:
         """First pair of replicas that disagree; copies without a gradient are not compared."""
         for pair in self._replicas:
@@ -196,6 +207,33 @@ def _add(merged_MP: NDArray[np.float64], own_LP: NDArray[np.float64], place_L: N
     total_LP[:, MIN] = np.minimum(held_LP[:, MIN], own_LP[:, MIN])
     total_LP[:, MAX] = np.maximum(held_LP[:, MAX], own_LP[:, MAX])
     merged_MP[place_L] = total_LP
+
+
+def _groups(names: Sequence[str], schemas: Iterable[LayerSchema]) -> NDArray[np.intp] | None:
+    """By layer, the group of layers that are one parameter (`Layer.same_as`), -1: it is alone; None: all are."""
+    place = {name: index for index, name in enumerate(names)}
+    pairs = [
+        (place[layer.name], place[layer.same_as])
+        for schema in schemas
+        for layer in schema.layers
+        if layer.same_as in place
+    ]
+    if not pairs:
+        return None
+    parent = list(range(len(names)))
+
+    def root_of(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = index = parent[parent[index]]
+        return index
+
+    for here, there in pairs:
+        low, high = sorted((root_of(here), root_of(there)))
+        parent[high] = low
+    group_M = np.full(len(names), -1, dtype=np.intp)
+    for index in {index for pair in pairs for index in pair}:
+        group_M[index] = root_of(index)
+    return group_M
 
 
 def expected_shards(schemas: Iterable[LayerSchema]) -> int:

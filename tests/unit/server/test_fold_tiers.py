@@ -233,6 +233,39 @@ def test_the_newest_step_is_needed_until_its_ranks_go_on_end_or_fall_silent() ->
     assert two.fold.offsets() == {0: 5, 1: 5}
 
 
+def test_a_parameter_in_several_watches_counts_once_in_totals() -> None:
+    one = Fold()
+    one.declare(1, "w", "v")
+    shared = [wire.Layer(name=f"{name}.w", shape=(4,), numel=4, same_as="w") for name in "xy"]
+    for schema_id, twin in enumerate(shared, 2):
+        one.say(wire.LayerSchema(schema_id=schema_id, layers=(twin, layer(f"own{schema_id}", 0, 1))))
+    row, none = part(wire.STATISTICS), part(wire.STATISTICS, count=0)
+    one.report(1, 1, row, row)
+    one.report(2, 1, part(wire.STATISTICS, num_nonfinite=1), row)
+    (layers,), scalars = one.report(3, 1, row, row)
+    assert layers.layout.names == ("w", "v", "x.w", "own2", "y.w", "own3")
+    assert layers.statistics["norm"].tolist() == [5.0] * 6, "each watch shows what it read"
+    assert scalars["grad/norm"] == 10.0
+    assert (scalars["grad/num_nonfinite"], scalars["grad/zero_fraction"]) == (0.0, 0.5)
+    # Whichever has a gradient counts, if the first has none in this step.
+    one.report(1, 2, none, row)
+    one.report(2, 2, row, row)
+    _, scalars = one.report(3, 2, row, row)
+    assert scalars["grad/norm"] == 10.0
+    # A watch that rests is not there at all.
+    one.report(2, 3, row, none)
+    _, scalars = one.report(2, 4, row, none)
+    assert scalars["grad/norm"] == 5.0
+
+
+def test_layers_that_call_each_other_the_same_count_once() -> None:
+    one = Fold()
+    pairs = [wire.Layer(name=a, shape=(4,), numel=4, same_as=b) for a, b in ("ab", "ba", "cc", "d?")]
+    one.say(wire.LayerSchema(schema_id=1, layers=tuple(pairs)))
+    _, scalars = one.report(1, 1, *[part(wire.STATISTICS)] * 4)
+    assert scalars["grad/norm"] == pytest.approx(math.sqrt(75))
+
+
 def test_an_optimizer_that_rests_holds_the_others_up_by_one_step() -> None:
     one = Fold()
     one.declare(1, "g.w")

@@ -46,24 +46,33 @@ def of_layers(names: Sequence[str], prefix: str, others: Sequence[Layout], notes
     return found
 
 
-def note_shared(
-    parameters: Sequence[torch.Tensor], names: Sequence[str], others: Sequence[Layout], notes: list[str]
-) -> None:
-    """Tell of parameters that another watch follows too: each watch reports what it saw of them, and a norm holds both."""
+def shared_with(
+    parameters: Sequence[torch.Tensor],
+    spans: Sequence[slice | None],
+    names: Sequence[str],
+    others: Sequence[Layout],
+    notes: list[str],
+) -> list[str]:
+    """Which layer of another watch each of these is too; "": none. Each watch reports what it saw of a parameter."""
     theirs = {
-        id(parameter): layer.name
+        _place(parameter, span): layer.name
         for other in others
-        for layer, parameter in zip(other.layers, other.parameters, strict=True)
+        for layer, parameter, span in zip(other.layers, other.parameters, other.spans, strict=True)
     }
-    shared = [
-        (name, theirs[id(one)]) for name, one in zip(names, parameters, strict=True) if id(one) in theirs
-    ]
+    found = [theirs.get(_place(one, span), "") for one, span in zip(parameters, spans, strict=True)]
+    shared = [(name, also) for name, also in zip(names, found, strict=True) if also]
     if shared:
         name, also = shared[0]
         notes.append(
             f"{len(shared)} parameters are in two watches, e.g. {_shown(also)}, which is {_shown(name)} too: "
-            "in a step in which both report, grad/norm counts their gradients twice"
+            "each watch shows its own reading, and in a step in which both report, grad/norm counts the first one alone"
         )
+    return found
+
+
+def _place(parameter: torch.Tensor, span: slice | None) -> tuple[int, int]:
+    """A flat parameter holds several layers."""
+    return id(parameter), -1 if span is None else span.start
 
 
 def _fitting(names: Sequence[str], prefix: str) -> tuple[list[str], list[tuple[str, str]]]:

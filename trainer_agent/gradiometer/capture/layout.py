@@ -112,13 +112,15 @@ def build(
         notes.append(_NO_NAMES)
     others = tuple(others)
     names = layer_names.of_layers([one.name for one in found], prefix, others, notes)
-    layer_names.note_shared([one.parameter for one in found], names, others, notes)
-    layers = tuple(_layer(name, one) for name, one in zip(names, found, strict=True))
+    parameters = tuple(one.parameter for one in found)
+    spans = tuple(None if one.piece is None else one.piece.span for one in found)
+    shared = layer_names.shared_with(parameters, spans, names, others, notes)
+    layers = tuple(_layer(name, also, one) for name, also, one in zip(names, shared, found, strict=True))
     return Layout(
         layers=layers,
-        parameters=tuple(one.parameter for one in found),
+        parameters=parameters,
         updated=tuple(updated),
-        spans=tuple(None if one.piece is None else one.piece.span for one in found),
+        spans=spans,
         owners=tuple(
             sorted({id(one.parameter): one.parameter for one in found}.values(), key=torch.Tensor.numel)
         ),
@@ -206,7 +208,7 @@ def _assign_places(found: list[_Found], sharded: Places) -> list[str]:
     return notes
 
 
-def _layer(name: str, found: _Found) -> wire.Layer:
+def _layer(name: str, same_as: str, found: _Found) -> wire.Layer:
     parameter: Any = found.parameter
     if found.piece is not None:
         shape, shard, num_shards = found.piece.shape, found.piece.shard, found.piece.num_shards
@@ -223,6 +225,7 @@ def _layer(name: str, found: _Found) -> wire.Layer:
         numel=math.prod(shape),
         shard=shard,
         num_shards=num_shards,
+        same_as=same_as,
     )
 
 
