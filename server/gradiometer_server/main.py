@@ -21,9 +21,11 @@ from gradiometer_server.api import problems
 from gradiometer_server.api.alerts import alerts_router
 from gradiometer_server.api.auth import AuthMiddleware, Sessions
 from gradiometer_server.api.docs import docs_router
+from gradiometer_server.api.edits import edits_router
 from gradiometer_server.api.health import health_router
 from gradiometer_server.api.histogram_reads import HistogramReads
 from gradiometer_server.api.histograms import commands_router, histograms_router
+from gradiometer_server.api.housekeeping import housekeeping_router
 from gradiometer_server.api.layers import layers_router
 from gradiometer_server.api.page import page
 from gradiometer_server.api.paths import PathMiddleware
@@ -44,7 +46,10 @@ from gradiometer_server.clock import Clock, SystemClock
 from gradiometer_server.domain.live import LiveUpdate
 from gradiometer_server.errors import NotFound, StoreUnavailable
 from gradiometer_server.fold.pipeline import FoldPipeline
+from gradiometer_server.housekeeping.changes import RunChanges
+from gradiometer_server.housekeeping.keeper import Keeper
 from gradiometer_server.ingest.commands import CommandDesk
+from gradiometer_server.ingest.deleted import DeletedRuns
 from gradiometer_server.ingest.endpoint import ingest_router
 from gradiometer_server.ingest.services import IngestServices
 from gradiometer_server.ingest.tally import Tally
@@ -58,6 +63,7 @@ from gradiometer_server.store.log import LogWriter
 logger = logging.getLogger(__name__)
 
 LOG_STOP_S: Final = 4.0
+KEEPER_STOP_S: Final = 2.0
 FOLD_STOP_S: Final = 6.0
 """For each of the fold's threads; all deadlines together stay below `serving.STOP_DEADLINE_S`."""
 API_PREFIX: Final = "/api/v1"
@@ -100,6 +106,17 @@ class _Parts:
         self.hub = Hub(read_run=self._read_run, show_alert=alert_view, clock=clock)
         self.tally = Tally()
         self.commands = CommandDesk(clock)
+        self.deleted = DeletedRuns()
+        self._keeper: Keeper | None = None
+        self._pipeline: FoldPipeline | None = None
+        self.changes = RunChanges(
+            database=lambda: self.reads.database,
+            clock=clock,
+            forget=self._forget,
+            deleted=self.deleted.note,
+            publish=self.hub.publish,
+            purge=lambda: self.keeper().purge_soon(),
+        )
         self.states = StateWatcher(read_running=self._read_running, publish=self.hub.publish)
         self._ingest: IngestServices | None = None
         self._live_limiter = anyio.CapacityLimiter(2)
@@ -137,7 +154,28 @@ class _Parts:
             server_version=__version__,
             tally=self.tally,
             commands=self.commands,
+            deleted=self.deleted,
         )
+        self._pipeline = pipeline
+        self._keeper = Keeper(
+            database,
+            retention=self.settings.retention,
+            clock=self.clock,
+            delete=lambda run_id: self.changes.delete(run_id, force=False),
+        )
+        self._keeper.start()
+        stack.push_async_callback(anyio.to_thread.run_sync, self._keeper.stop, KEEPER_STOP_S)
+
+    def keeper(self) -> Keeper:
+        """Who keeps house; raises `StoreUnavailable` before the start is done."""
+        if self._keeper is None:
+            raise _starting()
+        return self._keeper
+
+    def _forget(self, run_key: int, deadline_s: float) -> bool:
+        if self._pipeline is None:
+            raise _starting()
+        return self._pipeline.forget(run_key, deadline_s)
 
     def _publish(self, updates: Sequence[LiveUpdate]) -> None:
         self.hub.publish(updates)
@@ -146,7 +184,7 @@ class _Parts:
     def ingest(self) -> IngestServices:
         """What agents talk to; raises `StoreUnavailable` before the start is done."""
         if self._ingest is None:
-            raise StoreUnavailable("the server is starting.", remedy="Try again in a moment.")
+            raise _starting()
         return self._ingest
 
     async def _read_run(self, run_id: str) -> dict[str, Any] | None:
@@ -160,9 +198,15 @@ class _Parts:
         return await anyio.to_thread.run_sync(self.reads.running, limiter=self._live_limiter)
 
 
+def _starting() -> StoreUnavailable:
+    return StoreUnavailable("the server is starting.", remedy="Try again in a moment.")
+
+
 def _add_routes(app: FastAPI, parts: _Parts) -> None:
     api = APIRouter(prefix=API_PREFIX)
     api.include_router(runs_router(parts.reads))
+    api.include_router(edits_router(parts.reads, parts.changes))
+    api.include_router(housekeeping_router(parts.keeper))
     api.include_router(alerts_router(parts.reads))
     series_reads = SeriesReads(parts.reads)
     api.include_router(series_router(series_reads))

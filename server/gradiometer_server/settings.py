@@ -7,6 +7,7 @@
 | token | --token-file | GRADIOMETER_TOKEN |
 | allowed_hosts | | GRADIOMETER_ALLOWED_HOSTS (names separated by commas) |
 | path_prefix | --path-prefix | GRADIOMETER_PATH_PREFIX |
+| retention | | GRADIOMETER_RETENTION_... (see `Retention`) |
 """
 
 from __future__ import annotations
@@ -23,9 +24,36 @@ from gradiometer_server.errors import ConfigurationError
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 7717
 MIN_TOKEN_CHARS: Final = 16
+DEFAULT_INTERVAL_S: Final = 3600.0
 STATIC_DIR: Final = Path(__file__).with_name("static")
 
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What old runs lose, and when; None: never.
+
+    Attributes:
+        detail_days: age at which a run loses its rings and histograms.
+        thin_days: age at which it loses its raw points; summaries stay.
+        delete_days: age at which it is deleted.
+        max_bytes: size beyond which the oldest runs lose details, then raw points.
+        delete_for_space: and are then deleted.
+        interval_s: between two looks.
+    """
+
+    detail_days: float | None = None
+    thin_days: float | None = None
+    delete_days: float | None = None
+    max_bytes: int | None = None
+    delete_for_space: bool = False
+    interval_s: float = DEFAULT_INTERVAL_S
+
+    @property
+    def applies_by_age(self) -> bool:
+        """Whether any age is set."""
+        return any(days is not None for days in (self.detail_days, self.thin_days, self.delete_days))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +69,7 @@ class Settings:
         path_prefix: "" or "/name": the path under which a reverse proxy publishes the server.
         static_dir: folder of the built page.
         read_threads: how many REST requests may read the database at once; the rest wait.
+        retention: what old runs lose.
 
     Raises:
         ConfigurationError: for a port, token or prefix that cannot be used, and for a bind that others can reach
@@ -55,6 +84,7 @@ class Settings:
     path_prefix: str = ""
     static_dir: Path = STATIC_DIR
     read_threads: int = 8
+    retention: Retention = Retention()
 
     def __post_init__(self) -> None:
         _check_port(self.port)
@@ -94,7 +124,71 @@ def settings_from(
         token=_read_token(token_file) if token_file else environ.get("GRADIOMETER_TOKEN") or None,
         allowed_hosts=tuple(name.strip().lower() for name in names if name.strip()),
         path_prefix=path_prefix if path_prefix is not None else environ.get("GRADIOMETER_PATH_PREFIX", ""),
+        retention=retention_from(environ),
     )
+
+
+_RETENTION: Final = "GRADIOMETER_RETENTION_"
+_UNITS: Final = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]iB|)")
+
+
+def retention_from(environ: Mapping[str, str]) -> Retention:
+    """Retention from `GRADIOMETER_RETENTION_*`; raises `ConfigurationError`, also for a name that is not known."""
+    found = {
+        name.removeprefix(_RETENTION): text.strip()
+        for name, text in environ.items()
+        if name.startswith(_RETENTION) and text.strip()
+    }
+    known = ("DETAIL_DAYS", "THIN_DAYS", "DELETE_DAYS", "MAX_BYTES", "DELETE_FOR_SPACE", "INTERVAL_S")
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"there is no setting {_RETENTION}{unknown[0]}.",
+            remedy=f"Use {_RETENTION} with one of {', '.join(known)}.",
+        )
+    return Retention(
+        detail_days=_positive(found, "DETAIL_DAYS"),
+        thin_days=_positive(found, "THIN_DAYS"),
+        delete_days=_positive(found, "DELETE_DAYS"),
+        max_bytes=_bytes_of(found.get("MAX_BYTES")),
+        delete_for_space=_switch(found.get("DELETE_FOR_SPACE", "0")),
+        interval_s=_positive(found, "INTERVAL_S") or DEFAULT_INTERVAL_S,
+    )
+
+
+def _positive(found: Mapping[str, str], name: str) -> float | None:
+    text = found.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigurationError(
+            f"{_RETENTION}{name} is {text!r}.", remedy="Give a number above 0, or leave it away: never."
+        )
+    return value
+
+
+def _bytes_of(text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = _BYTES.fullmatch(text)
+    num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if num_bytes <= 0:
+        raise ConfigurationError(
+            f"{_RETENTION}MAX_BYTES is {text!r}.",
+            remedy="Give bytes, or a number with KiB, MiB, GiB or TiB: 200GiB.",
+        )
+    return num_bytes
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ConfigurationError(f"{_RETENTION}DELETE_FOR_SPACE is {text!r}.", remedy="Give 0 or 1.")
+    return text == "1"
 
 
 def _port_of(environ: Mapping[str, str]) -> int:

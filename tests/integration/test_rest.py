@@ -267,7 +267,7 @@ def test_the_api_describes_itself(empty: Server) -> None:
     wanted = {
         "/runs", "/runs/{run}", "/runs/{run}/metrics", "/series/query", "/runs/{run}/layers", "/runs/{run}/layers/flow",
         "/runs/{run}/ring", "/runs/{run}/ring/layers", "/runs/{run}/histograms", "/runs/{run}/histograms/layers",
-        "/runs/{run}/commands",
+        "/runs/{run}/commands", "/housekeeping",
         "/alerts", "/runs/{run}/alerts", "/runs/{run}/alerts/{alert}", "/ingest",
     }  # fmt: skip
     assert set(spec["paths"]) == {"/api/v1" + route for route in wanted} | {"/healthz", "/readyz"}

@@ -97,10 +97,9 @@ class Reads:
         return detail_view(self._view(row), row, sources, layouts, saved)
 
     def running(self) -> frozenset[str]:
-        """Public ids of the runs (the newest 500) that are running."""
+        """Public ids of the runs that are running."""
         with self.database.read() as conn:
-            page = runs.list_runs(conn, state="running", limit=run_rows.MAX_PAGE, now_s=self._clock.now_s())
-        return frozenset(row.id for row in page.runs)
+            return run_rows.list_running(conn, self._clock.now_s())
 
     def alerts(self, *, run_id: str | None, state: str | None, limit: int, cursor: str | None) -> Json:
         """A page of alerts, newest first. Raises `NotFound` for an unknown run."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from gradiometer_server.clock import Clock
 from gradiometer_server.domain.series import Tail
-from gradiometer_server.errors import GradiometerError
+from gradiometer_server.errors import GradiometerError, NotFound
 from gradiometer_server.fold.batch import Batch
 from gradiometer_server.fold.owner import Publish, RunOwner
 from gradiometer_server.store import log
@@ -79,6 +79,10 @@ class FoldPipeline:
         """Whether the worker of this run keeps up; while not, its agents' acks are held back."""
         return self._worker(run_key).has_room
 
+    def forget(self, run_key: int, deadline_s: float) -> bool:
+        """Drop what is in memory of a deleted run; False if its worker did not come to it in time. Blocks."""
+        return self._worker(run_key).forget(run_key).wait(deadline_s)
+
     def tails(self, run_key: int) -> Mapping[int, Tail]:
         """Points of a run that are not in chunks yet, by series id. Take them before reading chunks, not after."""
         owner = self._worker(run_key).owner(run_key)
@@ -116,6 +120,7 @@ class _Worker:
         self._queued_bytes = 0
         self._owners: dict[int, RunOwner] = {}
         self._to_load: dict[int, _Retry] = {}
+        self._to_forget: list[tuple[int, threading.Event]] = []
         self._changed = threading.Condition()
         self._stopping = False
         self._next_tick_s = 0.0
@@ -135,6 +140,14 @@ class _Worker:
             self._queue.append(batch)
             self._queued_bytes += batch.num_bytes + _BATCH_OVERHEAD_BYTES
             self._changed.notify()
+
+    def forget(self, run_key: int) -> threading.Event:
+        """Have the thread drop a run; the event says when it has."""
+        done = threading.Event()
+        with self._changed:
+            self._to_forget.append((run_key, done))
+            self._changed.notify()
+        return done
 
     @property
     def has_room(self) -> bool:
@@ -160,6 +173,7 @@ class _Worker:
             batch = self._next()
             if batch is None and self._stopping:
                 break
+            self._forget_asked()
             if batch is not None:
                 self._take(batch)
             self._tick_if_due()
@@ -168,9 +182,17 @@ class _Worker:
 
     def _next(self) -> Batch | None:
         with self._changed:
-            if not self._queue and not self._stopping:
+            if not self._queue and not self._stopping and not self._to_forget:
                 self._changed.wait(_TICK_S)
             return self._queue.popleft() if self._queue else None
+
+    def _forget_asked(self) -> None:
+        with self._changed:
+            asked, self._to_forget = self._to_forget, []
+        for run_key, done in asked:
+            self._owners.pop(run_key, None)
+            self._to_load.pop(run_key, None)
+            done.set()
 
     def _take(self, batch: Batch) -> None:
         try:
@@ -194,6 +216,9 @@ class _Worker:
             self._owners[run_key] = RunOwner(
                 database=self._database, clock=self._clock, run_key=run_key, publish=self._publish
             )
+        except NotFound:
+            # It was deleted, and what is still under way of it has nowhere to go.
+            del self._to_load[run_key]
         except Exception as error:  # noqa: BLE001 - top of a worker loop: one run must not stop the others
             self._report(run_key, error)
             retry.failed(self._clock.monotonic_s())

@@ -24,6 +24,7 @@ from gradiometer_server.ingest.services import IngestServices
 from gradiometer_server.ingest.session import Accepted, Session, SourceName, problem_of
 from gradiometer_server.ingest.tally import REPEATED
 from gradiometer_server.store import log, runs
+from gradiometer_server.store.deletion import deleted_error, refuse_deleted
 from gradiometer_server.store.log import Busy
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class Conversation:
         self._run_key = 0
         self._source_ids: dict[SourceName, int] = {}
         self._heartbeat_due_s = 0.0
+        self._times_deleted = 0
 
     async def hello(self, hello: wire.Hello) -> wire.Welcome:
         """Register run and sources, and tell where to go on.
@@ -67,6 +69,7 @@ class Conversation:
         """
         hello = self._session.hello(hello)
         self._run_key = run_key(hello.run.run_id)
+        self._times_deleted = self._services.deleted.times(self._run_key)
         for source, row, schemas in await _in_thread(lambda: self._register(hello)):
             self._source_ids[source] = row.source_id
             self._session.resume(source, acked_seq=row.acked_seq, schemas=schemas)
@@ -77,6 +80,7 @@ class Conversation:
         now_s = self._services.clock.now_s()
         found = []
         with self._services.database.write() as conn:
+            refuse_deleted(conn, hello.run.run_id, [source.attempt for source in hello.sources])
             runs.ensure_run(conn, hello.run, now_s)
             for info in hello.sources:
                 row = runs.ensure_source(conn, self._run_key, info, now_s)
@@ -88,7 +92,11 @@ class Conversation:
         """Make records durable, hand them to the fold, and answer each message, in order.
 
         Everything is given to the log before the first commit is awaited, so that one commit takes all.
+
+        Raises:
+            ProtocolError: the run was deleted; fatal.
         """
+        self._check_is_there()
         answers: list[wire.ServerMessage] = []
         pending: list[_Pending] = []
         failed: set[SourceName] = set()
@@ -108,6 +116,11 @@ class Conversation:
         for source in failed:
             await self._resume(source)
         return answers
+
+    def _check_is_there(self) -> None:
+        # A later launch may have begun the run anew: what this connection knows of its sources is another run's.
+        if self._services.deleted.times(self._run_key) != self._times_deleted:
+            raise deleted_error(self._session.run_id or "")
 
     async def _submit(self, message: wire.Records) -> _Pending:
         """Check a message and queue it; waits while the log is full, which stops the reading from this agent."""
@@ -163,7 +176,11 @@ class Conversation:
         self._services.pipeline.submit(batch)
 
     async def _resume(self, source: SourceName) -> None:
-        """After a failed commit, expect what the store expects; if it does not even say, the next records fail too."""
+        """After a failed commit, expect what the store expects; if it does not even say, the next records fail too.
+
+        Raises:
+            ProtocolError: the run was deleted; fatal.
+        """
         source_id = self._source_ids[source]
         try:
             acked_seq, schemas = await _in_thread(lambda: self._read_source(source_id))
@@ -176,7 +193,9 @@ class Conversation:
     def _read_source(self, source_id: int) -> tuple[int, dict[int, KnownSchema]]:
         with self._services.database.read() as conn:
             rows = runs.list_sources(conn, self._run_key)
-            acked_seq = next(row.acked_seq for row in rows if row.source_id == source_id)
+            acked_seq = next((row.acked_seq for row in rows if row.source_id == source_id), None)
+            if acked_seq is None:
+                raise deleted_error(self._session.run_id or "")
             return acked_seq, _known_schemas(log.read_schemas(conn, self._run_key, source_id))
 
     async def status(self, status: wire.Status) -> None:
@@ -186,13 +205,14 @@ class Conversation:
         refused, and the sign of life is noted all the same.
 
         Raises:
-            ProtocolError: no hello came before.
+            ProtocolError: no hello came before, or the run was deleted.
             StoreUnavailable: not noted.
         """
         if self._session.run_id is None:
             raise ProtocolError(
                 "a status came before a hello", code="hello_expected", remedy="send a hello first", fatal=True
             )
+        self._check_is_there()
         now_s = self._services.clock.monotonic_s()
         if now_s < self._heartbeat_due_s or not any(source.alive for source in status.sources):
             return

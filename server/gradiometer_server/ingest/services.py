@@ -9,6 +9,7 @@ from gradiometer_server.clock import Clock
 from gradiometer_server.domain.live import LiveUpdate
 from gradiometer_server.fold.pipeline import FoldPipeline
 from gradiometer_server.ingest.commands import CommandDesk
+from gradiometer_server.ingest.deleted import DeletedRuns
 from gradiometer_server.ingest.tally import Tally
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.log import LogWriter
@@ -23,6 +24,7 @@ class IngestServices:
         server_version: told to agents in the welcome.
         tally: what agents got wrong.
         commands: what agents are asked to do.
+        deleted: runs that somebody deleted meanwhile.
     """
 
     database: Database
@@ -33,3 +35,4 @@ class IngestServices:
     server_version: str
     tally: Tally
     commands: CommandDesk
+    deleted: DeletedRuns

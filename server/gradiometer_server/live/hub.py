@@ -208,8 +208,17 @@ class Hub:
             )
             return
         if run is None:
+            self._tell_gone(run_id)
             return
         message = {"type": "run", "run": run}
         for browser in self._watchers.get(run_id, set()) | self._watchers.get(None, set()):
             browser.queue.add(("run", run_id), message)
             browser.wake.set()
+
+    def _tell_gone(self, run_id: str) -> None:
+        """Who shows a run that was deleted, or the list with it, has to read again."""
+        for about in (run_id, None):
+            message = {"type": "resync", "run": about, "reason": f"run {run_id} was deleted"}
+            for browser in self._watchers.get(about, set()):
+                browser.queue.add(("resync", about), message)
+                browser.wake.set()

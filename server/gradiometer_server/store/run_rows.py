@@ -97,6 +97,9 @@ _SOURCES = (
     select(source).where(source.c.run_id == bindparam("run_key")).order_by(source.c.attempt, source.c.rank)
 )
 _RUN = select(run).where(run.c.run_id == bindparam("run_key"))
+_RUNNING = select(run.c.public_id).where(
+    run.c.outcome == "open", run.c.heartbeat_s >= bindparam("heard_since_s")
+)
 _ALERTS = (
     select(alert.c.run_id, alert.c.state, func.count().label("num_alerts"))
     .where(alert.c.run_id.in_(bindparam("keys", expanding=True)))
@@ -189,6 +192,12 @@ def list_runs(
     return RunPage(
         runs=tuple(page), next_cursor=f"{page[-1].created_s!r}_{page[-1].run_key}" if more else None
     )
+
+
+def list_running(conn: Connection, now_s: float) -> frozenset[str]:
+    """Public ids of all runs that are running."""
+    rows = conn.execute(_RUNNING, {"heard_since_s": now_s - LOST_AFTER_S})
+    return frozenset(rows.scalars())
 
 
 def list_projects(conn: Connection) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """Writing runs and sources: hello, heartbeat, exit, counters. Reading is in `run_rows`, offered here as well.
 
-Every writer first locks the run's row (on PostgreSQL; SQLite has one writer anyway), so that ids are given out once
-and read-modify-write of the JSON columns is safe between several servers.
+Every writer first locks the run's row (`run_writes`). What people change about a run is in `edits`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from sqlalchemy import Connection, Row, bindparam, select, update
 
 from gradiometer.wire import MAX_NAME_CHARS, MAX_STEP, RunInfo, SourceInfo
 from gradiometer_server.domain.names import run_key as key_of
-from gradiometer_server.errors import NotFound, ProtocolError
+from gradiometer_server.errors import ProtocolError
+from gradiometer_server.store import edits
 from gradiometer_server.store.run_rows import (
     LOST_AFTER_S,
     RunPage,
@@ -28,6 +28,8 @@ from gradiometer_server.store.run_rows import (
     list_sources,
     source_from,
 )
+from gradiometer_server.store.run_writes import UPDATE_RUN as _UPDATE_RUN
+from gradiometer_server.store.run_writes import lock_run, search_text, update_run
 from gradiometer_server.store.statements import insert_or_ignore
 from gradiometer_server.store.tables import run, source
 from gradiometer_server.store.values import clean_text, dump_json, load_json
@@ -35,7 +37,7 @@ from gradiometer_server.store.values import clean_text, dump_json, load_json
 __all__ = [
     "LOST_AFTER_S", "RunPage", "RunRow", "SourceRow", "State", "add_unavailable", "count_rejected", "ensure_run",
     "ensure_source", "get_run", "get_run_by_key", "heartbeat", "list_projects", "list_runs", "list_sources",
-    "set_exit",
+    "lock_run", "set_exit", "update_run",
 ]  # fmt: skip
 
 _MAX_TEXT_CHARS: Final = 10_000
@@ -45,9 +47,7 @@ _MAX_UNAVAILABLE: Final = 1000
 """Most metrics that a run remembers as unavailable."""
 _MAX_FACTS = 256
 """Most entries of a source's environment."""
-_LOCKED_RUN = select(run).where(run.c.run_id == bindparam("of_run")).with_for_update()
 _INSERT_RUN = insert_or_ignore(run)
-_UPDATE_RUN = update(run).where(run.c.run_id == bindparam("of_run"))
 _SOURCE = select(source).where(
     source.c.run_id == bindparam("of_run"),
     source.c.attempt == bindparam("launch"),
@@ -67,23 +67,11 @@ _HEARTBEAT = _UPDATE_RUN.where(run.c.heartbeat_s < bindparam("now_s")).values(
 )
 
 
-def lock_run(conn: Connection, run_key: int) -> Row[Any]:
-    """The run's row, locked until the transaction ends. Raises `NotFound`."""
-    row = conn.execute(_LOCKED_RUN, {"of_run": run_key}).one_or_none()
-    if row is None:
-        raise NotFound("run", str(run_key))
-    return row
-
-
-def update_run(conn: Connection, run_key: int, **columns: object) -> None:
-    """Set columns of a run."""
-    conn.execute(_UPDATE_RUN.values(**columns), {"of_run": run_key})
-
-
 def ensure_run(conn: Connection, info: RunInfo, now_s: float) -> RunRow:
     """Create the run, or merge what this hello says into it: config by key (the newer value wins), tags as a union.
 
-    Name, notes, group and creation time stay as first said. Counts as a sign of life.
+    Name, notes, group and creation time stay as first said, and what people edited stays theirs (`edits`). Counts as
+    a sign of life.
 
     Raises:
         ProtocolError: `run_in_other_project`; `run_id_collision`; `bad_value`.
@@ -92,14 +80,8 @@ def ensure_run(conn: Connection, info: RunInfo, now_s: float) -> RunRow:
     conn.execute(_INSERT_RUN.on(conn), _new_run(info, key, now_s))
     row = lock_run(conn, key)
     _check_identity(row, info)
-    config = {**load_json(row.config), **dict(info.config)}
-    tags = list(dict.fromkeys([*load_json(row.tags), *info.tags]))
-    notes = row.notes or clean_text(info.notes)
-    group = row.group_name or _clean(info.group)
-    changed = {"config": dump_json(config), "tags": dump_json(tags), "notes": notes, "group_name": group}
-    if any(row._mapping[name] != value for name, value in changed.items()):
-        search = _search_text(row.public_id, row.name, tags, group, notes)
-        update_run(conn, key, search=search, **changed)
+    merged = edits.merge_hello(edits.described(row), edits.edited_of(row), info)
+    edits.store_description(conn, row, merged)
     _touch(conn, key, now_s)
     return get_run_by_key(conn, key, now_s)
 
@@ -110,7 +92,7 @@ def _new_run(info: RunInfo, key: int, now_s: float) -> dict[str, object]:
     return {
         "run_id": key, "public_id": clean_text(info.run_id), "project": clean_text(info.project), "name": name,
         "config": dump_json(dict(info.config)), "tags": dump_json(list(info.tags)), "notes": notes, "group_name": group,
-        "search": _search_text(info.run_id, name, list(info.tags), group, notes), "created_s": created_s,
+        "search": search_text(info.run_id, name, list(info.tags), group, notes), "created_s": created_s,
         "heartbeat_s": now_s, "updated_s": now_s, "outcome": "open", "attempts": 0, "world_size": 0, "unavailable": "{}",
         "rejected_records": 0, "next_source_id": 1, "next_series_id": 1, "next_layout_id": 1,
     }  # fmt: skip
@@ -131,10 +113,6 @@ def _check_identity(row: Row[Any], info: RunInfo) -> None:
             remedy="Use that project's name, or another run id.",
             fatal=True,
         )
-
-
-def _search_text(public_id: str, name: str, tags: list[str], group: str | None, notes: str) -> str:
-    return clean_text("\n".join([public_id, name, *tags, group or "", notes[:1000]]).casefold())
 
 
 def _clean(text: str | None) -> str | None:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, bindparam, select
 from gradiometer_server.domain.folded import Layout
 from gradiometer_server.domain.series import Series
 from gradiometer_server.errors import NotFound
-from gradiometer_server.store.runs import lock_run, update_run
+from gradiometer_server.store.run_writes import lock_run, update_run
 from gradiometer_server.store.tables import layout, series
 from gradiometer_server.store.values import dump_json, load_json, unpack_float
 

@@ -50,11 +50,25 @@ run: Final = _table(
     _text("notes"), _text("group_name", null=True), _text("search"), _real("created_s"), _real("heartbeat_s"),
     _real("updated_s"), _real("finished_s", null=True), _text("outcome"), _text("exit", null=True), _int("attempts"),
     _int("world_size"), _text("unavailable"), _int("rejected_records"), _text("last_rejection", null=True),
-    _int("next_source_id"), _int("next_series_id"), _int("next_layout_id"),
+    _int("next_source_id"), _int("next_series_id"), _int("next_layout_id"), _text("edited", null=True),
+    _real("thinned_s", null=True),
     Index("ix_run_created", "created_s", "run_id"),
     Index("ix_run_project", "project", "created_s", "run_id"),
 )  # fmt: skip
-"""`outcome` is open, finished, failed or crashed: of the latest attempt. Running or lost follows from the heartbeat."""
+"""`outcome` is open, finished, failed or crashed: of the latest attempt. Running or lost follows from the heartbeat.
+`edited`: what people changed, and what of the agents' words that replaced. `thinned_s`: when its raw points were dropped.
+"""
+
+deleted_run: Final = _table(
+    "deleted_run", _key("run_id"), _text("public_id"), _text("project"), _real("deleted_s"), _flag("is_purged"),
+)  # fmt: skip
+"""Runs that somebody deleted. Their agents are refused; `is_purged`: nothing of them is left in any other table."""
+
+metric_definition: Final = _table(
+    "metric_definition", _key("run_id"), Column("name", Text, primary_key=True), _text("summary"),
+    _text("goal", null=True), _text("step_metric", null=True),
+)  # fmt: skip
+"""How a metric, or all whose names match a pattern, is summarised: as `run.define_metric` said."""
 
 source: Final = _table(
     "source", _key("run_id"), _key("source_id"), _int("rank"), _int("attempt"), _int("ordinal"), _int("world_size"),
@@ -88,7 +102,8 @@ chunk: Final = _table(
     _text("dtype"), _int("summary_width"), _real("min", null=True), _real("max", null=True), _int("num_nonfinite"),
     _blob("summary"), _blob("steps", null=True), _blob("data"),
 )  # fmt: skip
-"""The blobs come last and `data` very last: SQLite then reads the others without the data's overflow pages."""
+"""The blobs come last and `data` very last: SQLite then reads the others without the data's overflow pages. An empty
+`data`: the points were dropped to save space, the summary stays."""
 
 alert: Final = _table(
     "alert", _key("run_id"), Column("alert_id", Text, primary_key=True), _int("attempt"), _text("rule"), _text("state"),

@@ -1,0 +1,111 @@
+"""Giving up what costs most of old runs, in short transactions: single ranks' details, and raw points.
+
+A thinned chunk keeps its summary: every extreme and every count of values that are not finite survives, in windows of
+about 64 points. `data` is empty then, and `run.thinned_s` says since when.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import Connection, bindparam, func, null, select, tuple_, update
+
+from gradiometer_server.store.database import Database
+from gradiometer_server.store.run_rows import LOST_AFTER_S
+from gradiometer_server.store.run_writes import lock_run, update_run
+from gradiometer_server.store.tables import chunk, detail, run, source
+
+BATCH_ROWS: Final = 32
+"""Rows of some 100 KiB in one transaction, which holds SQLite's only write lock."""
+OPEN_GRACE_S: Final = 24 * 3600.0
+"""A run that did not end but fell silent is left alone for so long: it may come back."""
+
+Place = tuple[int, int]
+"""(series id, first step) of a chunk."""
+
+_IS_QUIET = select(run.c.outcome, run.c.heartbeat_s).where(run.c.run_id == bindparam("of_run"))
+_UNFOLDED = (
+    select(source.c.source_id)
+    .where(source.c.run_id == bindparam("of_run"), source.c.acked_seq > source.c.folded_seq)
+    .limit(1)
+)
+_CHUNK_KEY = tuple_(chunk.c.series_id, chunk.c.step0)
+_RAW = (
+    select(chunk.c.series_id, chunk.c.step0, (func.length(chunk.c.data) + func.coalesce(func.length(chunk.c.steps), 0)).label("size"))
+    .where(
+        chunk.c.run_id == bindparam("of_run"),
+        _CHUNK_KEY > tuple_(bindparam("after_series"), bindparam("after_step")),  # noqa: SIM300
+        func.length(chunk.c.data) > 0,
+    )
+    .order_by(chunk.c.series_id, chunk.c.step0)
+    .limit(BATCH_ROWS)
+)  # fmt: skip
+_EMPTY = (
+    update(chunk)
+    .where(
+        chunk.c.run_id == bindparam("of_run"),
+        chunk.c.series_id == bindparam("of_series"),
+        chunk.c.step0 == bindparam("begin"),
+    )
+    .values(data=b"", steps=null())
+)
+_DETAILS = (
+    select(detail.c.source_id, detail.c.seq, func.length(detail.c.data).label("size"))
+    .where(detail.c.run_id == bindparam("of_run"))
+    .order_by(detail.c.source_id, detail.c.seq)
+    .limit(BATCH_ROWS)
+)
+_DELETE_DETAIL = detail.delete().where(
+    detail.c.run_id == bindparam("of_run"),
+    detail.c.source_id == bindparam("of_source"),
+    detail.c.seq == bindparam("of_seq"),
+)
+
+
+def is_quiet(conn: Connection, run_key: int, now_s: float) -> bool:
+    """Whether nothing more is to be expected of a run: it says nothing, has ended, and all of it is folded."""
+    row = conn.execute(_IS_QUIET, {"of_run": run_key}).one_or_none()
+    if row is None:
+        return False
+    needed_s = OPEN_GRACE_S if row.outcome == "open" else LOST_AFTER_S
+    if now_s - row.heartbeat_s < needed_s:
+        return False
+    return conn.execute(_UNFOLDED, {"of_run": run_key}).first() is None
+
+
+def thin_batch(database: Database, run_key: int, after: Place, now_s: float) -> tuple[Place | None, int]:
+    """Empty some chunks after `after`, in order of series and step, if the run is still quiet.
+
+    Returns the last one's place (None: there are no more, or the run has come back) and the bytes given up.
+    Raises `StoreUnavailable`.
+    """
+    with database.write() as conn:
+        if not is_quiet(conn, run_key, now_s):
+            return None, 0
+        find = {"of_run": run_key, "after_series": after[0], "after_step": after[1]}
+        rows = conn.execute(_RAW, find).all()
+        if rows:
+            places = [{"of_run": run_key, "of_series": row.series_id, "begin": row.step0} for row in rows]
+            conn.execute(_EMPTY, places)
+        if lock_run(conn, run_key).thinned_s is None:
+            update_run(conn, run_key, thinned_s=now_s)
+    last = (rows[-1].series_id, rows[-1].step0) if rows else None
+    return last, int(sum(row.size for row in rows))
+
+
+def drop_details_batch(database: Database, run_key: int, now_s: float) -> int | None:
+    """Delete some of the details of a run, if it is still quiet: bytes given up, None if there is nothing more to do.
+
+    Raises `StoreUnavailable`.
+    """
+    with database.write() as conn:
+        if not is_quiet(conn, run_key, now_s):
+            return None
+        rows = conn.execute(_DETAILS, {"of_run": run_key}).all()
+        if not rows:
+            return None
+        conn.execute(
+            _DELETE_DETAIL,
+            [{"of_run": run_key, "of_source": row.source_id, "of_seq": row.seq} for row in rows],
+        )
+    return int(sum(row.size for row in rows))
