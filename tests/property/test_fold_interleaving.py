@@ -48,6 +48,13 @@ class Log:
                 if isinstance(record, (wire.ScalarSchema, wire.LayerSchema)):
                     fold.declare(rank + 1, record)
         if memory is not None:
+            times = {
+                step: struct.unpack("<d", data)[0]
+                for (key, _, step), data in self.points.items()
+                if key == "_time"
+            }
+            for attempt in memory.attempts.values():
+                attempt.times = times
             fold.restore(memory)
         return fold
 

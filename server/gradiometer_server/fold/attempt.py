@@ -74,9 +74,20 @@ class AttemptFold:
         self._mergers.clear()
 
     def scalars(
-        self, rank: int, seq: int, step: int, time_s: float, names: Sequence[str], values: Sequence[float]
+        self,
+        rank: int,
+        seq: int,
+        step: int,
+        time_s: float,
+        names: Sequence[str],
+        values: Sequence[float],
+        *,
+        again: bool = False,
     ) -> list[Folded]:
-        """Values of one step of one rank. With a world of one there is nothing to wait for and nothing to keep."""
+        """Values of one step of one rank. With a world of one there is nothing to wait for and nothing to keep.
+
+        `again`: they were taken in before a restart, so a step that is forgotten is one that is stored.
+        """
         self.times.report(step, time_s)
         if self.mark.world_size == 1:
             merged = dict(zip(names, values, strict=True))
@@ -84,7 +95,8 @@ class AttemptFold:
         late: dict[str, dict[int, float]] = {}
         for name, value in zip(names, values, strict=True):
             if self._lane(name).put(rank, seq, step, value) is None:
-                late[name] = {rank: value}
+                if not again:
+                    late[name] = {rank: value}
             else:
                 self._waiting[name] = None
         return self._late_scalars(step, time_s, late)
@@ -105,9 +117,17 @@ class AttemptFold:
         return [FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=alone, by_rank=by_rank)]
 
     def layers(
-        self, rank: int, seq: int, step: int, time_s: float, schema_id: int, partials_LK: NDArray[np.float64]
+        self,
+        rank: int,
+        seq: int,
+        step: int,
+        time_s: float,
+        schema_id: int,
+        partials_LK: NDArray[np.float64],
+        *,
+        again: bool = False,
     ) -> list[Folded]:
-        """Partial statistics of one step of one rank, in the columns of its schema."""
+        """Partial statistics of one step of one rank, in the columns of its schema; `again` as in `scalars`."""
         self.times.report(step, time_s)
         mine = {schema_id: widened(self._schemas[rank, schema_id], partials_LK)}
         if self._watches.num == 1 and self.mark.world_size == 1:
@@ -118,7 +138,7 @@ class AttemptFold:
             # The step in which a second watch begins: the first one was shown alone.
             earlier = self._alone[1]
         cell = self._layers.put(rank, seq, step, {**earlier, **mine} if earlier else mine)
-        if cell is None:
+        if cell is None and not again:
             self.num_late += 1
         return []
 

@@ -20,7 +20,6 @@ from gradiometer_server.fold.attempt import AttemptFold, LayoutMaker
 
 SILENCE_S: Final = 30.0
 """A rank that says nothing for so long holds nobody back."""
-_REMEMBERED_TIMES: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,10 @@ class FoldSource:
 
 
 class AttemptMemory(msgspec.Struct, kw_only=True):
-    """What an attempt must remember beside the records that are read again."""
+    """What an attempt must remember beside the records that are read again.
+
+    `times`: of its last steps; taken from their series at a load, so not written with every flush.
+    """
 
     times: dict[int, float] = {}
     released: dict[str, int] = {}
@@ -66,6 +68,7 @@ class RunFold:
         self._make_layout, self._silence_s = make_layout, silence_s
         self._sources: dict[int, _Source] = {}
         self._attempts: dict[int, AttemptFold] = {}
+        self._known: dict[int, int] = {}
 
     def add_source(self, spec: FoldSource, now_s: float) -> None:
         """Make a source known; repeating it changes nothing."""
@@ -130,10 +133,12 @@ class RunFold:
             return []
         values_SC = np.frombuffer(frame.values, dtype="<f8").reshape(len(frame.steps), -1)
         order = sorted(range(len(frame.steps)), key=frame.steps.__getitem__)
+        # A frame is read again for some of its steps: what came of the others, too late or not, is stored.
+        again = seq <= self._known.get(source.spec.source_id, 0)
         items: list[Folded] = []
         for at in order:
             step, time_s = frame.steps[at], frame.times[at]
-            items += _put(attempt, rank, seq, step, time_s, schema, values_SC[at])
+            items += _put(attempt, rank, seq, step, time_s, schema, values_SC[at], again=again)
         source.last_step = max(source.last_step, frame.steps[order[-1]])
         attempt.mark.heard(rank, now_s, step=source.last_step)
         return items + attempt.show(now_s)
@@ -186,15 +191,14 @@ class RunFold:
         return FoldMemory(
             applied={key: source.applied_seq for key, source in self._sources.items()},
             attempts={
-                ordinal: AttemptMemory(
-                    times=attempt.times.recent(_REMEMBERED_TIMES), released=attempt.released()
-                )
+                ordinal: AttemptMemory(released=attempt.released())
                 for ordinal, attempt in self._attempts.items()
             },
         )
 
     def restore(self, memory: FoldMemory) -> None:
         """Take over what `memory` gave, after the sources and their schemas were made known."""
+        self._known = dict(memory.applied)
         for ordinal, remembered in memory.attempts.items():
             attempt = self._attempts.get(ordinal)
             if attempt is not None:
@@ -222,10 +226,12 @@ def _put(
     time_s: float,
     schema: wire.ScalarSchema | wire.LayerSchema,
     values_C: NDArray[np.float64],
+    *,
+    again: bool,
 ) -> list[Folded]:
     """One step of a frame."""
     if isinstance(schema, wire.ScalarSchema):
         names = [column.name for column in schema.columns]
-        return attempt.scalars(rank, seq, step, time_s, names, values_C.tolist())
+        return attempt.scalars(rank, seq, step, time_s, names, values_C.tolist(), again=again)
     partials_LP = values_C.reshape(len(schema.layers), -1)
-    return attempt.layers(rank, seq, step, time_s, schema.schema_id, partials_LP)
+    return attempt.layers(rank, seq, step, time_s, schema.schema_id, partials_LP, again=again)

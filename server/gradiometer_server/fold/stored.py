@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,14 +12,20 @@ import msgspec
 from sqlalchemy import Connection
 
 from gradiometer import wire
+from gradiometer_server.domain import names
 from gradiometer_server.domain.alerts import Episode
 from gradiometer_server.domain.folded import Layout
 from gradiometer_server.domain.series import Series
 from gradiometer_server.fold.judge import RuleState
 from gradiometer_server.fold.run_fold import FoldMemory, FoldSource
+from gradiometer_server.fold.times import MAX_STEPS
 from gradiometer_server.store import alerts, log, runs
 from gradiometer_server.store import series as series_store
 from gradiometer_server.store.database import Database
+from gradiometer_server.store.last_points import last_points
+from gradiometer_server.summaries.codec import CorruptData
+
+logger = logging.getLogger(__name__)
 
 _MEMORY_KEY: Final = ("_fold", "")
 """The fold's own memory lies beside the states of the rules, because it is valid at the same offset."""
@@ -67,14 +74,15 @@ def load_run(database: Database, run_key: int) -> LoadedRun:
         layouts = series_store.list_layouts(conn, run_key)
         series = tuple(row.series for row in series_store.list_series(conn, run_key))
         states = alerts.load_rule_states(conn, run_key)
-    memory = states.pop(_MEMORY_KEY, None)
+        memory = _decode_memory(states.pop(_MEMORY_KEY, None))
+        _recall_times(conn, memory.fold, series)
     return LoadedRun(
         run_id=run.id,
         sources=sources,
         layouts=layouts,
         series=series,
         rule_states=tuple((rule, key, base64.b64decode(text)) for (rule, key), text in states.items()),
-        memory=_decode_memory(memory),
+        memory=memory,
     )
 
 
@@ -94,6 +102,17 @@ def _load_source(conn: Connection, row: runs.SourceRow) -> LoadedSource:
         acked_seq=row.acked_seq,
         schemas=tuple(one for one in decoded if isinstance(one, (wire.ScalarSchema, wire.LayerSchema))),
     )
+
+
+def _recall_times(conn: Connection, memory: FoldMemory, series: Sequence[Series]) -> None:
+    """A rank that is behind may give a step a time when the earlier one of another rank is in a chunk already."""
+    for one in series:
+        remembered = memory.attempts.get(one.attempt)
+        if one.key == names.TIME and remembered is not None:
+            try:
+                remembered.times = last_points(conn, one, MAX_STEPS)
+            except CorruptData as error:
+                logger.error("run key %d: the times of its steps cannot be read: %s", one.run_key, error)
 
 
 def _decode_memory(text: str | None) -> OwnerMemory:

@@ -34,13 +34,11 @@ class StepTimes:
         changed, self._changed = self._changed, {}
         return changed
 
-    def recent(self, count: int) -> dict[int, float]:
-        """The times of the last `count` steps."""
-        return {step: self._times[step] for step in sorted(self._times)[-count:]}
-
     def restore(self, times: Mapping[int, float]) -> None:
-        """Take over what `recent` gave; nothing of it counts as changed."""
+        """Take over the times that are stored of the last steps; nothing of it counts as changed."""
         self._times.update(times)
+        if len(times) >= MAX_STEPS:
+            self._forgotten_below = max(self._forgotten_below, min(times))
 
     def _forget(self) -> None:
         steps = sorted(self._times)
