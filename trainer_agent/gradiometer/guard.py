@@ -26,11 +26,12 @@ class Guard:
 
     Attributes:
         spent_s: the agent's own time on the training thread, all that was booked so far.
+        entry_s: booked beside what the clock shows whenever the training enters the agent; see `capture/entry_cost.py`.
     """
 
     def __init__(self, on_failure: Callable[[str, Exception], None] | None = None) -> None:
         self._on_failure = on_failure
-        self.spent_s = 0.0
+        self.spent_s = self.entry_s = 0.0
         self._is_inside, self._started_s = False, 0.0
         self.failures: dict[str, int] = {}
         self._off: set[str] = set()
@@ -77,7 +78,7 @@ class Guard:
             return self.call(part, function, *args, **kwargs)
         finally:
             self._is_inside = False
-            self.spent_s += time.perf_counter() - started_s
+            self.spent_s += time.perf_counter() - started_s + self.entry_s
 
     def entered_tolerantly(
         self, part: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
@@ -91,7 +92,7 @@ class Guard:
             return self.tolerate(part, function, *args, **kwargs)
         finally:
             self._is_inside = False
-            self.spent_s += time.perf_counter() - started_s
+            self.spent_s += time.perf_counter() - started_s + self.entry_s
 
     def _failed(self, part: str, error: Exception, *, switch_off: bool) -> None:
         count = self.failures.get(part, 0) + 1

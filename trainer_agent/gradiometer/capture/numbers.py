@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from gradiometer import wire
+from gradiometer.capture import entry_cost
 from gradiometer.capture.observer import StepScalars
 from gradiometer.capture.reading import StepReading
 from gradiometer.guard import Guard
@@ -74,6 +75,7 @@ class Times:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
+        guard.entry_s = entry_cost.seconds()
         self._ended_s: float | None = None
         self._before_s = 0.0
 
