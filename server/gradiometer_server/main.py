@@ -144,7 +144,7 @@ class _Parts:
         log = LogWriter(database)
         log.start()
         stack.push_async_callback(anyio.to_thread.run_sync, log.stop, LOG_STOP_S)
-        self.reads.open(database, tails=pipeline.tails, latest=pipeline.latest)
+        self.reads.open(database, tails=pipeline.tails, latest=pipeline.latest, last_step=pipeline.last_step)
         self._ingest = IngestServices(
             database=database,
             log=log,

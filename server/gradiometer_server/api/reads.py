@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 from sqlalchemy import Connection
 
@@ -13,8 +14,16 @@ from gradiometer_server.store import alerts, dumps, migrate, run_rows, runs, ser
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.query import SeriesReader, Tails
 
-Latest = Callable[[int], Mapping[str, tuple[int, float]]]
-"""Run key -> (step, value) of its newest merged scalars, as far as they are in memory."""
+LastStep = Callable[[int], int | None]
+"""Run key -> highest step of its merged scalars, as far as they are in memory."""
+
+
+class Latest(Protocol):
+    """Run key -> (step, value) of its newest merged scalars (or those of `names`), as far as they are in memory."""
+
+    def __call__(
+        self, run_key: int, names: Collection[str] | None = None
+    ) -> Mapping[str, tuple[int, float]]: ...
 
 
 class Reads:
@@ -25,13 +34,14 @@ class Reads:
         self._database: Database | None = None
         self._revision: str | None = None
         self._latest: Latest = _nothing
+        self._last_step: LastStep = _no_step
         self._series: SeriesReader | None = None
 
-    def open(self, database: Database, *, tails: Tails, latest: Latest) -> None:
-        """Begin to answer; `database` is migrated, `tails` and `latest` are the fold's."""
+    def open(self, database: Database, *, tails: Tails, latest: Latest, last_step: LastStep) -> None:
+        """Begin to answer; `database` is migrated, the rest is the fold's."""
         with database.read() as conn:
             self._revision = migrate.current_revision(conn)
-        self._database, self._latest = database, latest
+        self._database, self._latest, self._last_step = database, latest, last_step
         self._series = SeriesReader(database, tails)
 
     @property
@@ -67,8 +77,9 @@ class Reads:
         search: str | None,
         limit: int,
         cursor: str | None,
+        metrics: Collection[str] = (),
     ) -> Json:
-        """A page of runs, newest first."""
+        """A page of runs, newest first, each with the latest values of `metrics`."""
         with self.database.read() as conn:
             page = runs.list_runs(
                 conn,
@@ -78,8 +89,9 @@ class Reads:
                 limit=limit,
                 cursor=cursor,
                 now_s=self._clock.now_s(),
+                metrics=metrics,
             )
-        return {"runs": [self._view(row) for row in page.runs], "next_cursor": page.next_cursor}
+        return {"runs": [self._view(row, metrics) for row in page.runs], "next_cursor": page.next_cursor}
 
     def run(self, run_id: str) -> Json:
         """One run, as it stands in a list. Raises `NotFound`."""
@@ -130,19 +142,18 @@ class Reads:
     def _key(self, conn: Connection, run_id: str) -> int:
         return runs.get_run(conn, run_id, self._clock.now_s()).run_key
 
-    def _view(self, row: run_rows.RunRow) -> Json:
-        newest = {
-            name: found for name, found in self._latest(row.run_key).items() if not name.startswith("_")
-        }
-        return run_view(
-            row,
-            latest={name: value for name, (_, value) in newest.items()},
-            last_step=max((step for step, _ in newest.values()), default=None),
-        )
+    def _view(self, row: run_rows.RunRow, metrics: Collection[str] | None = None) -> Json:
+        newest = self._latest(row.run_key, metrics)
+        latest = {name: value for name, (_, value) in newest.items() if not name.startswith("_")}
+        return run_view(row, latest=latest, last_step=self._last_step(row.run_key))
 
 
-def _nothing(_run_key: int) -> Mapping[str, tuple[int, float]]:
+def _nothing(_run_key: int, _names: Collection[str] | None = None) -> Mapping[str, tuple[int, float]]:
     return {}
+
+
+def _no_step(_run_key: int) -> int | None:
+    return None
 
 
 def _not_open() -> StoreUnavailable:

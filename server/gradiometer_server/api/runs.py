@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from gradiometer_server.api.answers import RunId, answer
 from gradiometer_server.api.reads import Reads
-from gradiometer_server.api.schemas import MAX_PAGE, RunDetail, RunList, RunState
+from gradiometer_server.api.schemas import DEFAULT_METRIC, MAX_PAGE, MetricNames, RunDetail, RunList, RunState
 
 
 def runs_router(reads: Reads) -> APIRouter:
@@ -25,9 +25,14 @@ def runs_router(reads: Reads) -> APIRouter:
         ] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
         cursor: Annotated[str | None, Query(description="`next_cursor` of the page before")] = None,
+        metrics: MetricNames = (DEFAULT_METRIC,),
     ) -> Response:
-        """Runs, newest first."""
-        return answer(reads.runs(project=project, state=state, search=search, limit=limit, cursor=cursor))
+        """Runs, newest first. `latest` holds the metrics that `metrics` names: a run may have thousands."""
+        return answer(
+            reads.runs(
+                project=project, state=state, search=search, limit=limit, cursor=cursor, metrics=metrics
+            )
+        )
 
     @router.get("/runs/{run}", response_model=RunDetail)
     def get_run(run: RunId) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from gradiometer_server.domain.folded import LAYER_STATISTICS
@@ -18,7 +19,9 @@ Number = float | Literal["NaN", "Infinity", "-Infinity"] | None
 MAX_SERIES = 200
 MAX_BUCKETS = 5000
 MAX_COLUMNS = 4000
-MAX_PAGE = 500
+MAX_PAGE = 1000
+MAX_NAMES = 50
+DEFAULT_METRIC = "train/loss"
 MAX_STEP = 2**53 - 1
 
 RunState = Literal["running", "finished", "failed", "crashed", "lost"]
@@ -27,6 +30,11 @@ Statistic = Literal["norm", "rms", "mean", "std", "abs_max", "zero_fraction", "n
 assert Statistic.__args__ == LAYER_STATISTICS  # type: ignore[attr-defined]
 
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
+MetricName = Annotated[str, Field(min_length=1, max_length=500)]
+MetricNames = Annotated[
+    tuple[MetricName, ...],
+    Query(max_length=MAX_NAMES, description="metrics whose latest values are wanted; repeat it for several"),
+]
 
 
 class _Answer(BaseModel):
@@ -67,7 +75,9 @@ class Run(_Answer):
     notes: str
     group: str | None
     exit: Exit | None
-    latest: dict[str, Number] = Field(description="last value of each scalar metric")
+    latest: dict[str, Number] = Field(
+        description="last value of each scalar metric; in lists: of those asked for"
+    )
     alerts: AlertCounts
     rejected_records: int = Field(description="records refused by the server")
     dropped_reports: int = Field(description="reports that agents had to discard")

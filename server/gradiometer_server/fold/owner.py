@@ -8,7 +8,7 @@ owner and loads a new one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from sqlalchemy import Connection
@@ -280,6 +280,11 @@ class RunOwner:
         """Points that are not in chunks yet, by series id. Any thread."""
         return self._tails.snapshot()
 
-    def latest(self) -> Mapping[str, tuple[int, float]]:
+    def latest(self, names: Collection[str] | None = None) -> Mapping[str, tuple[int, float]]:
         """(step, value) of every merged scalar, as far as it was folded since the load. Any thread."""
-        return self._tails.latest()
+        return self._tails.latest(names)
+
+    @property
+    def last_step(self) -> int | None:
+        """Highest step of a merged scalar that was folded since the load. Any thread."""
+        return self._tails.last_step

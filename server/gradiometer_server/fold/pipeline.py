@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from gradiometer_server.clock import Clock
@@ -88,10 +88,15 @@ class FoldPipeline:
         owner = self._worker(run_key).owner(run_key)
         return {} if owner is None else owner.tails()
 
-    def latest(self, run_key: int) -> Mapping[str, tuple[int, float]]:
-        """(step, value) of the newest merged scalars of a run that is in memory; empty for any other."""
+    def latest(self, run_key: int, names: Collection[str] | None = None) -> Mapping[str, tuple[int, float]]:
+        """(step, value) of the newest merged scalars (or of those) of a run that is in memory; empty for any other."""
         owner = self._worker(run_key).owner(run_key)
-        return {} if owner is None else owner.latest()
+        return {} if owner is None else owner.latest(names)
+
+    def last_step(self, run_key: int) -> int | None:
+        """Highest step of the merged scalars of a run that is in memory; None for any other."""
+        owner = self._worker(run_key).owner(run_key)
+        return None if owner is None else owner.last_step
 
     def _worker(self, run_key: int) -> _Worker:
         return self._workers[run_key % len(self._workers)]

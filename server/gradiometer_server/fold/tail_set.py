@@ -6,7 +6,7 @@ One thread writes, any thread reads snapshots.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -18,13 +18,18 @@ from gradiometer_server.store.series import SeriesKey, ensure_series
 
 
 class TailSet:
-    """Newest points by series."""
+    """Newest points by series.
+
+    Attributes:
+        last_step: highest step of a merged scalar since this run was loaded.
+    """
 
     def __init__(self, database: Database, run_key: int, known: Iterable[Series]) -> None:
         self._database, self._run_key = database, run_key
         self._ids = {_name_of(series): series.series_id for series in known}
         self._tails: dict[int, TailBuffer] = {}
         self._latest: dict[str, tuple[int, int, float]] = {}
+        self.last_step: int | None = None
         self._lock = threading.Lock()
 
     def ensure(self, names: Iterable[SeriesName]) -> bool:
@@ -61,6 +66,8 @@ class TailSet:
 
     def _note_latest(self, name: SeriesName, step: int, value: float) -> None:
         """A later attempt begins again at a lower step, and is the latest all the same."""
+        if self.last_step is None or step > self.last_step:
+            self.last_step = step
         known = self._latest.get(name.key)
         if known is None or (name.attempt, step) >= known[:2]:
             with self._lock:
@@ -71,10 +78,13 @@ class TailSet:
         with self._lock:
             return {series_id: tail.view() for series_id, tail in self._tails.items()}
 
-    def latest(self) -> Mapping[str, tuple[int, float]]:
-        """(step, value) of the highest step of every merged scalar since this run was loaded."""
+    def latest(self, names: Collection[str] | None = None) -> Mapping[str, tuple[int, float]]:
+        """(step, value) of the highest step of every merged scalar, or of those, since this run was loaded."""
         with self._lock:
-            found = dict(self._latest)
+            if names is None:
+                found = dict(self._latest)
+            else:
+                found = {name: self._latest[name] for name in names if name in self._latest}
         return {key: (step, value) for key, (_, step, value) in found.items() if not key.startswith("_")}
 
     def clear(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -17,7 +17,7 @@ State = Literal["running", "finished", "failed", "crashed", "lost"]
 STATES: Final[tuple[State, ...]] = ("running", "finished", "failed", "crashed", "lost")
 LOST_AFTER_S: Final = 30.0
 """A run without a heartbeat for so long is lost; it recovers with the next one."""
-MAX_PAGE: Final = 500
+MAX_PAGE: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,12 @@ _ALERTS = (
     .where(alert.c.run_id.in_(bindparam("keys", expanding=True)))
     .group_by(alert.c.run_id, alert.c.state)
 )
-_DROPPED = (
-    select(source.c.run_id, func.sum(source.c.dropped_reports))
+_OF_SOURCES = (
+    select(
+        source.c.run_id,
+        func.sum(source.c.dropped_reports).label("dropped"),
+        func.max(source.c.last_step).label("last_step"),
+    )
     .where(source.c.run_id.in_(bindparam("keys", expanding=True)))
     .group_by(source.c.run_id)
 )
@@ -125,6 +129,7 @@ _LATEST = (
         .scalar_subquery()
     )
 )
+_LATEST_OF = _LATEST.where(series.c.key.in_(bindparam("names", expanding=True)))
 
 
 def list_sources(conn: Connection, run_key: int) -> tuple[SourceRow, ...]:
@@ -166,11 +171,15 @@ def list_runs(
     limit: int = 50,
     cursor: str | None = None,
     now_s: float,
+    metrics: Collection[str] | None = None,
 ) -> RunPage:
     """A page of runs, newest first. `search` is text inside id, name, tags, group or notes, in any case.
 
+    Args:
+        metrics: names that `latest` is limited to; None: all of a run, which may be thousands.
+
     Raises:
-        InvalidRequest: an unknown state, a limit outside 1..500, or a cursor that no page gave out.
+        InvalidRequest: an unknown state, a limit outside 1..1000, or a cursor that no page gave out.
     """
     if not 1 <= limit <= MAX_PAGE:
         raise InvalidRequest(f"limit is {limit}; it must be from 1 to {MAX_PAGE}.", field="limit")
@@ -187,7 +196,7 @@ def list_runs(
             or_(run.c.created_s < created_s, and_(run.c.created_s == created_s, run.c.run_id < key))
         )
     found = conn.execute(statement).all()
-    page = _rows(conn, found[:limit], now_s)
+    page = _rows(conn, found[:limit], now_s, metrics)
     more = len(found) > limit
     return RunPage(
         runs=tuple(page), next_cursor=f"{page[-1].created_s!r}_{page[-1].run_key}" if more else None
@@ -238,17 +247,19 @@ def derive_state(outcome: str, heartbeat_s: float, now_s: float) -> State:
     raise ValueError(f"unknown outcome {outcome!r}")
 
 
-def _rows(conn: Connection, found: Sequence[Row[Any]], now_s: float) -> list[RunRow]:
+def _rows(
+    conn: Connection, found: Sequence[Row[Any]], now_s: float, metrics: Collection[str] | None = None
+) -> list[RunRow]:
     if not found:
         return []
     keys = {"keys": [row.run_id for row in found]}
     alerts: dict[int, dict[str, int]] = {}
     for row in conn.execute(_ALERTS, keys):
         alerts.setdefault(row.run_id, {})[row.state] = row.num_alerts
-    dropped = {row[0]: int(row[1]) for row in conn.execute(_DROPPED, keys)}
+    of_sources = {row.run_id: row for row in conn.execute(_OF_SOURCES, keys)}
     latest: dict[int, dict[str, float]] = {}
-    last_step: dict[int, int] = {}
-    for row in conn.execute(_LATEST, keys):
+    last_step = {key: row.last_step for key, row in of_sources.items() if row.last_step is not None}
+    for row in _latest_rows(conn, keys, metrics):
         last_step[row.run_id] = max(row.last_step, last_step.get(row.run_id, 0))
         value = unpack_float(row.last)
         if value is not None:
@@ -260,10 +271,18 @@ def _rows(conn: Connection, found: Sequence[Row[Any]], now_s: float) -> list[Run
             last_step=last_step.get(row.run_id),
             latest=latest.get(row.run_id, {}),
             alerts=alerts.get(row.run_id, {}),
-            dropped_reports=dropped.get(row.run_id, 0),
+            dropped_reports=int(of_sources[row.run_id].dropped) if row.run_id in of_sources else 0,
         )
         for row in found
     ]
+
+
+def _latest_rows(
+    conn: Connection, keys: Mapping[str, Any], metrics: Collection[str] | None
+) -> Sequence[Row[Any]]:
+    if metrics is None:
+        return conn.execute(_LATEST, keys).all()
+    return conn.execute(_LATEST_OF, {**keys, "names": list(metrics)}).all() if metrics else ()
 
 
 def _run_from(
