@@ -20,13 +20,16 @@ from gradiometer_server.domain.series import Series, Tail
 from gradiometer_server.errors import GradiometerError
 from gradiometer_server.store.alerts import RuleKey, save_rule_states
 from gradiometer_server.store.database import Database
+from gradiometer_server.store.runs import count_rejected
 from gradiometer_server.store.series import SeriesRow, series_row_from
 from gradiometer_server.store.tables import chunk, frame, series, source
 from gradiometer_server.store.values import pack_float
 from gradiometer_server.summaries.blocks import Block, decode_points, encode_points
-from gradiometer_server.summaries.partition import Part, Span, chunk_capacity, last_wins, place, split
+from gradiometer_server.summaries.partition import Part, Span, beside, chunk_capacity, last_wins, place, split
 
 BLOCK_COLUMNS: Final = tuple(column for column in chunk.c if column.name not in ("run_id", "series_id"))
+
+_LOST: Final = "points came for steps whose raw points were dropped to save space (retention)"
 
 
 class FlushConflict(GradiometerError):
@@ -47,10 +50,11 @@ class SeriesFlush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushPlan:
-    """Encoded and ready to commit."""
+    """Encoded and ready to commit. `num_lost`: points inside chunks that were thinned, which cannot take them in."""
 
     run_key: int
     flushes: tuple[SeriesFlush, ...]
+    num_lost: int = 0
 
 
 _OF_SERIES = (chunk.c.run_id == bindparam("of_run"), chunk.c.series_id == bindparam("of_series"))
@@ -125,6 +129,7 @@ class _Found:
     blocks: Mapping[int, Block]
     spans: Sequence[Span]
     others: tuple[float | None, float | None]
+    num_lost: int
 
 
 def plan_flush(
@@ -148,7 +153,8 @@ def plan_flush(
             unknown = sorted(set(tails) - {row.series_id for row in rows})
             raise ValueError(f"run {run_key} has no series {unknown}")
         found = [_find(conn, series_row_from(row), row.version, tails[row.series_id]) for row in rows]
-    return FlushPlan(run_key=run_key, flushes=tuple(_encode(one) for one in found))
+    flushes = tuple(_encode(one) for one in found if len(one.steps_N))
+    return FlushPlan(run_key=run_key, flushes=flushes, num_lost=sum(one.num_lost for one in found))
 
 
 def _find(conn: Connection, row: SeriesRow, version: int, tail: Tail) -> _Found:
@@ -162,10 +168,15 @@ def _find(conn: Connection, row: SeriesRow, version: int, tail: Tail) -> _Found:
     begins = [spans[part.span].step0 for part in parts if part.span is not None]
     blocks = {}
     others: tuple[float | None, float | None] = (row.min, row.max)
+    num_lost = 0
     if begins:
         blocks = {r.step0: Block(**r._mapping) for r in conn.execute(_BLOCKS, {**find, "begins": begins})}
+        thinned = [blocks.pop(begin) for begin in list(blocks) if blocks[begin].is_thinned]
+        if thinned:
+            kept_N, parts = beside(steps, spans, [block.step0 for block in thinned])
+            steps, values, num_lost = steps[kept_N], values[kept_N], int((~kept_N).sum())
         if _may_lose_extreme(row, list(blocks.values())):
-            others = tuple(conn.execute(_EXTREMES, {**find, "begins": begins}).one())
+            others = tuple(conn.execute(_EXTREMES, {**find, "begins": list(blocks)}).one())
     return _Found(
         row=row,
         version=version,
@@ -175,6 +186,7 @@ def _find(conn: Connection, row: SeriesRow, version: int, tail: Tail) -> _Found:
         blocks=blocks,
         spans=spans,
         others=others,
+        num_lost=num_lost,
     )
 
 
@@ -275,6 +287,8 @@ def commit_flush(
         )
     if rule_states:
         save_rule_states(conn, plan.run_key, rule_states)
+    if plan.num_lost:
+        count_rejected(conn, plan.run_key, plan.num_lost, _LOST)
 
 
 def _replace_chunks(conn: Connection, plan: FlushPlan) -> None:

@@ -16,7 +16,10 @@ from gradiometer_server.summaries import buckets, codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """The columns of one chunk row, less its key. `min` and `max`: over finite values of all columns, or None."""
+    """The columns of one chunk row, less its key. `min` and `max`: over finite values of all columns, or None.
+
+    `data` is empty and `steps` is None once the points were dropped to save space; the summary stays.
+    """
 
     step0: int
     step1: int
@@ -30,6 +33,11 @@ class Block:
     summary: bytes
     steps: bytes | None
     data: bytes
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether only the summary is left."""
+        return not self.data
 
 
 def encode_points(steps_N: NDArray[np.int64], values_NW: NDArray[np.float64]) -> Block:
@@ -73,12 +81,17 @@ def num_nonfinite(windows: Buckets) -> int:
 
 
 def problem_of(block: Block, width: int) -> str | None:
-    """What is wrong with a stored block, or None: it must decode, and encode to the same bytes again."""
+    """What is wrong with a stored block, or None: it must decode, and encode to the same bytes again.
+
+    Of a thinned block only the summary and the row can be held against each other.
+    """
     try:
-        steps, values = decode_points(block, width)
         windows = buckets.decode_summaries(
             [block.summary], width=block.summary_width, columns=width, narrow=block.dtype == "f4"
         )
+        if block.is_thinned:
+            return _row_problem(block, windows)
+        steps, values = decode_points(block, width)
     except codec.CorruptData as error:
         return error.message
     if len(steps) > 1 and not (steps[1:] > steps[:-1]).all():
@@ -103,6 +116,10 @@ def _summary_problem(block: Block, stored: Buckets, computed: Buckets) -> str | 
             return f"its summary differs from its values in {name.rsplit('_', 1)[0]}"
     if not np.allclose(stored.mean_BW, computed.mean_BW, rtol=1e-9, atol=0, equal_nan=True):
         return "its summary differs from its values in mean"
-    if (block.min, block.max) != extremes(computed) or block.num_nonfinite != num_nonfinite(computed):
+    return _row_problem(block, computed)
+
+
+def _row_problem(block: Block, windows: Buckets) -> str | None:
+    if (block.min, block.max) != extremes(windows) or block.num_nonfinite != num_nonfinite(windows):
         return "its row's min, max or non-finite count differ from its values"
     return None

@@ -56,9 +56,15 @@ def reduce_groups(ufunc: np.ufunc, values_NW: NDArray[Any], starts_B: NDArray[np
 
 def bucketise(steps_N: NDArray[np.int64], values_NW: NDArray[np.float64], width: int) -> Buckets:
     """Buckets of `width` steps from points with strictly rising steps >= 0."""
+    return reduce_to_buckets(steps_N, values_NW, width, group_starts(steps_N, width))
+
+
+def reduce_to_buckets(
+    steps_N: NDArray[np.int64], values_NW: NDArray[np.float64], width: int, starts: NDArray[np.intp]
+) -> Buckets:
+    """Buckets of points in any order of steps: each begins at one of `starts` (B,). `width` is a label."""
     if len(steps_N) == 0:
         return empty(width, values_NW.shape[1])
-    starts = group_starts(steps_N, width)
     finite_NW = np.isfinite(values_NW)
     if finite_NW.all():
         return _of_finite(steps_N, values_NW, width, starts)
@@ -172,6 +178,15 @@ _ARRAYS: Final = (
 
 def _with_width(buckets: Buckets, width: int) -> Buckets:
     return Buckets(width=width, **{name: getattr(buckets, name) for name in _ARRAYS})
+
+
+def overlapping(buckets: Buckets, first: int, last: int) -> Buckets:
+    """Those buckets of which a part lies in first..last (inclusive)."""
+    ends_B = buckets.first_step_B | (buckets.width - 1)
+    keep_B = (ends_B >= first) & (buckets.first_step_B <= last)
+    if keep_B.all():
+        return buckets
+    return Buckets(width=buckets.width, **{name: getattr(buckets, name)[keep_B] for name in _ARRAYS})
 
 
 def empty(width: int, columns: int) -> Buckets:

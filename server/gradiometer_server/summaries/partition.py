@@ -84,6 +84,32 @@ def place(spans: Sequence[Span], steps_N: NDArray[np.int64]) -> list[Part]:
     return parts
 
 
+def beside(
+    steps_N: NDArray[np.int64], spans: Sequence[Span], closed: Sequence[int]
+) -> tuple[NDArray[np.bool_], list[Part]]:
+    """As `place`, where the spans that begin at `closed` take no points in.
+
+    Returns which of the rising steps (N,) lie in none of these, and where these go. What lies before or after a closed
+    span makes chunks of its own, on either side of it.
+    """
+    kept_N = np.ones(len(steps_N), np.bool_)
+    for span in spans:
+        if span.step0 in closed:
+            kept_N &= (steps_N < span.step0) | (steps_N > span.step1)
+    left = steps_N[kept_N]
+    parts: list[Part] = []
+    for part in place(spans, left):
+        span = None if part.span is None else spans[part.span]
+        if span is None or span.step0 not in closed:
+            parts.append(part)
+            continue
+        cut = int(np.searchsorted(left, span.step0))
+        for begin, end in ((part.begin, cut), (cut, part.end)):
+            if begin < end:
+                parts.append(Part(span=None, shift=part.shift, begin=begin, end=end))
+    return kept_N, parts
+
+
 def _interval(spans: Sequence[Span], step: int, after: int) -> tuple[int | None, int]:
     for index in (after - 1, after):
         if 0 <= index < len(spans):
