@@ -275,3 +275,60 @@ def test_the_module_can_be_imported_without_torch():
     program = "import sys; sys.modules['torch'] = None; import gradiometer as gm; print(gm.checks.gradients.__name__)"
     done = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
     assert done.stdout == b"gradients\n"
+
+
+class HalfOfComplex(torch.autograd.Function):
+    """Multiplies complex numbers; one part of its backward pass is wrong."""
+
+    part = "imaginary"
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        wrong = gradient * x.conj()
+        if HalfOfComplex.part == "imaginary":
+            wrong = torch.complex(wrong.real, -wrong.imag)
+        elif HalfOfComplex.part == "real":
+            wrong = torch.complex(1.01 * wrong.real, wrong.imag)
+        return gradient * weight.conj(), wrong
+
+
+class ComplexNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(3))
+        self.register_buffer("shift", torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return HalfOfComplex.apply(x, self.weight).sum(1) * self.scale + self.shift
+
+
+def complex_loss(model, x):
+    return model(x).abs().square().mean()
+
+
+@pytest.mark.parametrize("part", ["none", "real", "imaginary"])
+def test_both_parts_of_complex_parameters_are_compared(monkeypatch, part):
+    monkeypatch.setattr(HalfOfComplex, "part", part)
+    x = torch.randn(5, 4, 3, dtype=torch.complex64)
+    result = gm.checks.gradients(ComplexNet(), complex_loss, x, num_coordinates=24)
+    rows = {row.name: row for row in result.rows}
+    assert result.dtype == "float64"
+    assert rows["weight"].shape == (4, 3)
+    assert rows["weight"].num_checked == 24
+    assert rows["weight"].is_ok == (part == "none")
+    assert rows["scale"].is_ok
+
+
+def test_accumulation_with_complex_parameters(monkeypatch):
+    parts = [torch.randn(3, 4, 3, dtype=torch.complex64) for _ in range(2)]
+    monkeypatch.setattr(HalfOfComplex, "part", "none")
+    assert gm.checks.accumulation(ComplexNet(), complex_loss, parts).ok
+    assert gm.checks.accumulation(ComplexNet(), complex_loss, parts, divisor=1).ratio == pytest.approx(2.0)

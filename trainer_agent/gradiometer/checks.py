@@ -23,7 +23,7 @@ class GradientRow:
     """One parameter's autograd gradient against central differences.
 
     Attributes:
-        num_checked: coordinates compared. num_kinks: coordinates left out, because the loss is not smooth there.
+        num_checked: coordinates compared; a complex element has two. num_kinks: coordinates left out, because the loss is not smooth there.
         worst_error: largest absolute difference; `autograd` and `difference` are the two values where it is.
         is_ok: every compared coordinate is within the tolerance.
     """

@@ -1,4 +1,9 @@
-"""Autograd against central differences, parameter by parameter: `gradiometer.checks.gradients`."""
+"""Autograd against central differences, parameter by parameter: `gradiometer.checks.gradients`.
+
+A complex parameter has two coordinates per element, its real and its imaginary part. The gradient that torch gives of a
+real loss L is dL/dRe + i dL/dIm, twice the conjugate Wirtinger derivative (PyTorch, Autograd mechanics, section
+"Autograd for Complex Numbers", https://docs.pytorch.org/docs/stable/notes/autograd.html), so both are compared alike.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +31,10 @@ class _Comparison:
         self._exact, self._relative, self._absolute = exact, relative, absolute
         self._epsilon = torch.finfo(exact.dtype).eps
 
-    def row(self, name: str, parameter: Any, gradient: Any, indices: list[int]) -> GradientRow:
-        """Compare some coordinates, given as positions in the flattened parameter."""
+    def row(
+        self, name: str, shape: tuple[int, ...], parameter: Any, gradient: Any, indices: list[int]
+    ) -> GradientRow:
+        """Compare some coordinates, given as positions in the flattened parameter, both as of `_real`."""
         num_kinks, compared = 0, []
         for index in indices:
             autograd = 0.0 if gradient is None else float(gradient.reshape(-1)[index])
@@ -40,7 +47,7 @@ class _Comparison:
         worst = max(compared, key=lambda one: (one[0] != one[0], one[0]), default=(0.0, 0.0, 0.0))
         return GradientRow(
             name=name,
-            shape=tuple(parameter.shape),
+            shape=shape,
             num_checked=len(compared),
             num_kinks=num_kinks,
             worst_error=worst[0],
@@ -104,15 +111,14 @@ def gradients(
         absolute = per_loss * max(1.0, abs(loss)) if absolute is None else absolute
         comparison = _Comparison(exact, loss, relative, absolute)
         generator = torch.Generator().manual_seed(seed)
-        rows = tuple(
-            comparison.row(
-                name, parameter, found[name], _indices(parameter, found[name], num_coordinates, generator)
-            )
-            for name, parameter in exact.trainable()
-            if (only is None or only(name)) and parameter.numel()
-        )
+        rows = []
+        for name, parameter in exact.trainable():
+            if (only is None or only(name)) and parameter.numel():
+                real, gradient = _real(parameter), _real(found[name])
+                indices = _indices(real, gradient, num_coordinates, generator)
+                rows.append(comparison.row(name, tuple(parameter.shape), real, gradient, indices))
     return GradientResult(
-        rows=rows,
+        rows=tuple(rows),
         dtype=str(exact.dtype).removeprefix("torch."),
         loss=loss,
         relative=relative,
@@ -127,12 +133,18 @@ def _indices(parameter: Any, gradient: Any, count: int, generator: torch.Generat
         return list(range(numel))
     drawn = torch.randint(numel, (count,), generator=generator).tolist()
     if gradient is not None:
-        drawn.append(int(_dense(gradient).abs().reshape(-1).argmax()))
+        drawn.append(int(gradient.abs().reshape(-1).argmax()))
     return sorted(set(drawn))
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_dense() if gradient.layout != torch.strided else gradient
+def _real(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, dense; of a complex one a view of shape (..., 2) with real and imaginary parts."""
+    if tensor is None:
+        return None
+    dense = tensor.detach()
+    if dense.layout != torch.strided:
+        dense = dense.to_dense()
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
 def _view_of(parameter: Any, index: int) -> torch.Tensor:

@@ -57,9 +57,9 @@ def _flat(exact: ExactCopy, gradients: dict[str, torch.Tensor | None]) -> torch.
     for name, parameter in exact.trainable():
         gradient = gradients[name]
         dense = torch.zeros_like(parameter) if gradient is None else gradient
-        parts.append(
-            (dense.to_dense() if dense.layout != torch.strided else dense).detach().reshape(-1).cpu()
-        )
+        dense = (dense.to_dense() if dense.layout != torch.strided else dense).detach()
+        real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        parts.append(real.reshape(-1).cpu())
     return torch.cat(parts).to(torch.float64)
 
 

@@ -58,9 +58,10 @@ class ExactCopy:
             self.model.train(train)
         self.model.zero_grad(set_to_none=True)
         if dtype is not None:
-            self.model.to(dtype)
+            _widen(self.model, dtype)
         self.batches = [_as_dtype(batch, dtype) for batch in batches]
-        self.dtype = dtype or next((one.dtype for one in self.model.parameters()), torch.float32)
+        own = next((one.dtype for one in self.model.parameters()), torch.float32)
+        self.dtype = dtype or (own.to_real() if own.is_complex else own)
         self._buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
     def _must_work(self) -> None:
@@ -123,12 +124,27 @@ def _shown(value: Any) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
+def _widen(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert a model's floating-point tensors into `dtype`, complex ones into its complex counterpart."""
+    if any(one.is_complex() for one in [*model.parameters(), *model.buffers()]):
+        # `to` would leave only the real parts of complex parameters.
+        model._apply(lambda tensor: tensor.to(_counterpart(tensor, dtype)))  # type: ignore[no-untyped-call]
+    else:
+        model.to(dtype)
+
+
+def _counterpart(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What `tensor` becomes in a model of `dtype`: a whole number stays one, a complex number stays one."""
+    if tensor.is_complex():
+        return dtype.to_complex()
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
 def _as_dtype(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with its floating-point tensors copied into `dtype`."""
+    """`value` with its floating-point and complex tensors copied into `dtype`."""
     if isinstance(value, torch.Tensor):
-        wanted = dtype if dtype is not None and value.is_floating_point() else None
         copied = value.detach().clone()
-        return copied if wanted is None else copied.to(wanted)
+        return copied if dtype is None else copied.to(_counterpart(copied, dtype))
     if isinstance(value, Mapping):
         items = {key: _as_dtype(item, dtype) for key, item in value.items()}
         return items if type(value) is dict else _rebuilt(value, items)
