@@ -27,6 +27,7 @@ def upgrade() -> None:
     op.create_table(
         "deleted_run", key("run_id"), text("public_id"), text("project"),
         sa.Column("deleted_s", sa.Double, nullable=False),
+        sa.Column("last_launch", sa.BigInteger, nullable=False),
         sa.Column("is_purged", sa.Boolean(create_constraint=False), nullable=False),
     )  # fmt: skip
     op.create_table(
@@ -67,17 +68,20 @@ def recount(conn: sa.Connection, place: dict[str, int]) -> None:
         ),
         place,
     ).one()
-    set_last = "" if found.num_points else ", last = NULL"
     conn.execute(
         sa.text(
             "UPDATE series SET num_points = :n, first_step = :first, last_step = :last, min = :low, max = :high, "
-            f"num_nonfinite = :bad{set_last} WHERE run_id = :run AND series_id = :series"
+            "num_nonfinite = :bad WHERE run_id = :run AND series_id = :series"
         ),
         {
             **place, "n": int(found.num_points), "first": found.first_step, "last": found.last_step,
             "low": packed(found.low), "high": packed(found.high), "bad": int(found.num_nonfinite),
         },
     )  # fmt: skip
+    if not found.num_points:
+        conn.execute(
+            sa.text("UPDATE series SET last = NULL WHERE run_id = :run AND series_id = :series"), place
+        )
 
 
 def packed(value: float | None) -> bytes | None:

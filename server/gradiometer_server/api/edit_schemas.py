@@ -67,5 +67,5 @@ class RunDeleted(BaseModel):
     model_config = ConfigDict(extra="forbid")
     id: str
     deleted_s: float = Field(
-        description="Unix seconds; launches before it are refused, later ones begin a new run"
+        description="Unix seconds; launches of the run before it are refused, later ones begin it anew"
     )

@@ -33,18 +33,19 @@ PER_RUN: Final[tuple[Table, ...]] = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deleted:
-    """A run that was deleted."""
+    """A run that was deleted; launches (Unix ms) up to `last_launch` are refused."""
 
     run_key: int
     run_id: str
-    deleted_s: float
+    last_launch: int
     is_purged: bool
 
 
-_REMEMBER = insert_or_update(deleted_run, ("project", "deleted_s", "is_purged"))
+_REMEMBER = insert_or_update(deleted_run, ("project", "deleted_s", "last_launch", "is_purged"))
 _DELETED = select(deleted_run).where(deleted_run.c.run_id == bindparam("of_run"))
 _PENDING = select(deleted_run).where(deleted_run.c.is_purged.is_(False)).order_by(deleted_run.c.deleted_s)
 _PURGED = update(deleted_run).where(deleted_run.c.run_id == bindparam("of_run")).values(is_purged=True)
+_LAST_LAUNCH = select(func.max(source.c.attempt)).where(source.c.run_id == bindparam("of_run"))
 _DELETE_RUN = run.delete().where(run.c.run_id == bindparam("of_run"))
 _DELETE_SOURCES = source.delete().where(source.c.run_id == bindparam("of_run"))
 
@@ -64,8 +65,11 @@ def begin_delete(conn: Connection, run_id: str, now_s: float, *, force: bool = F
             code="run_is_live",
             remedy="End the training first, or add force=true.",
         )
+    # A trainer's clock may be ahead of ours: what has launched so far is refused in any case.
+    launched = conn.execute(_LAST_LAUNCH, {"of_run": row.run_key}).scalar()
     remembered = {
         "run_id": row.run_key, "public_id": run_id, "project": row.project, "deleted_s": now_s, "is_purged": False,
+        "last_launch": max(int(now_s * 1000), launched or 0),
     }  # fmt: skip
     conn.execute(_REMEMBER.on(conn), remembered)
     # Without its sources the log takes no more records of the run, and the fold no more offsets.
@@ -87,7 +91,7 @@ def find_deleted(conn: Connection, run_key: int) -> Deleted | None:
 
 def _deleted(row: object) -> Deleted:
     return Deleted(
-        run_key=row.run_id, run_id=row.public_id, deleted_s=row.deleted_s, is_purged=row.is_purged  # type: ignore[attr-defined]
+        run_key=row.run_id, run_id=row.public_id, last_launch=row.last_launch, is_purged=row.is_purged  # type: ignore[attr-defined]
     )  # fmt: skip
 
 
@@ -129,7 +133,7 @@ def refuse_deleted(conn: Connection, run_id: str, launches: Iterable[int]) -> No
     found = find_deleted(conn, key_of(run_id))
     if found is None:
         return
-    if any(launch <= found.deleted_s * 1000 for launch in launches):
+    if any(launch <= found.last_launch for launch in launches):
         raise deleted_error(run_id)
     if not found.is_purged:
         raise StoreUnavailable(

@@ -60,9 +60,10 @@ run: Final = _table(
 """
 
 deleted_run: Final = _table(
-    "deleted_run", _key("run_id"), _text("public_id"), _text("project"), _real("deleted_s"), _flag("is_purged"),
+    "deleted_run", _key("run_id"), _text("public_id"), _text("project"), _real("deleted_s"),
+    _int("last_launch"), _flag("is_purged"),
 )  # fmt: skip
-"""Runs that somebody deleted. Their agents are refused; `is_purged`: nothing of them is left in any other table."""
+"""Runs that somebody deleted. Launches (Unix ms) up to `last_launch` are refused; `is_purged`: nothing of them is left in any other table."""
 
 metric_definition: Final = _table(
     "metric_definition", _key("run_id"), Column("name", Text, primary_key=True), _text("summary"),
