@@ -1,6 +1,6 @@
 """What watching every gradient in every step costs: the agent at each tier beside other tools, in one process.
 
-    python benchmarks/agent_overhead.py [--models gpt2-64 gpt2-512 resnet50 small] [--rounds 5] [--steps 2] [--ours]
+    python benchmarks/agent_overhead.py [--models gpt2-64 gpt2-512 resnet50 small layers200] [--rounds 5] [--steps 2] [--ours]
 
 In every round each tool is attached, settles, is timed for `--steps` steps and is taken off; the order is shuffled
 anew. To settle takes one step, or several of the optimizer alone for a tool that does more in its early steps. The machine may be busy, so only CPU time counts (one torch thread), and only as ratios:

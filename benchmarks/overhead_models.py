@@ -132,6 +132,17 @@ def small_workload(num_layers: int = 1000, width: int = 32) -> Workload:
     return _workload(f"{2 * num_layers:,} small tensors", model, lambda: model(batch).square().mean())
 
 
+def layers200_workload(batch: int = 64, width: int = 256) -> Workload:
+    """Large layers for the size of the batch: reading the gradients is a large part of a step (scenario R65)."""
+    model = nn.Sequential(*(layer for _ in range(200) for layer in (nn.Linear(width, width), nn.ReLU())))
+    inputs, targets = torch.randn(batch, width), torch.randn(batch, width)
+    return _workload(
+        f"200 x (Linear {width} + ReLU), batch {batch}",
+        model,
+        lambda: functional.mse_loss(model(inputs), targets),
+    )
+
+
 def _workload(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Workload:
     return Workload(
         name=name, model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5), loss=loss
@@ -143,4 +154,5 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt2-512": lambda: gpt2_workload(512),
     "resnet50": resnet50_workload,
     "small": small_workload,
+    "layers200": layers200_workload,
 }

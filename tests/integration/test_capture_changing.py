@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import gradiometer as gm
-from gradiometer.capture.gradients import Witnesses
 from gradiometer.capture.statistics import SUM
+from gradiometer.capture.witness import Witnesses
 from tests.support.recorded import recorded
 
 INFINITE = float("inf")

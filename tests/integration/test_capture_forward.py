@@ -178,7 +178,7 @@ def test_a_finite_output_costs_no_operation_with_the_kernel(way):
     if way == "kernel":
         assert probed == bare
     else:
-        assert probed.count("aten.aminmax.default") == 2
+        assert probed.count("aten.aminmax.default") == 1, "ReLU cannot be the first that is not finite"
     assert probe.has_seen_any()
     report = probe.take()
     assert report is None if way == "kernel" else report.nonfinite_modules() == []

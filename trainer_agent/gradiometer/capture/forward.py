@@ -24,6 +24,31 @@ MAX_LEAVES: Final = 512
 MAX_MODULES_NAMED: Final = 20
 _FOLD: Final = 1024
 """Outputs held as loose scalars before they are packed into one tensor: bounds memory under long accumulation."""
+_NEVER_FIRST: Final = frozenset(
+    {
+        torch.nn.CELU,
+        torch.nn.ELU,
+        torch.nn.Flatten,
+        torch.nn.Hardsigmoid,
+        torch.nn.Hardtanh,
+        torch.nn.Identity,
+        torch.nn.MaxPool1d,
+        torch.nn.MaxPool2d,
+        torch.nn.MaxPool3d,
+        torch.nn.Mish,
+        torch.nn.ReLU,
+        torch.nn.ReLU6,
+        torch.nn.Sigmoid,
+        torch.nn.SiLU,
+        torch.nn.Softmax,
+        torch.nn.Softsign,
+        torch.nn.Tanh,
+        torch.nn.Tanhshrink,
+        torch.nn.Unflatten,
+    }
+)
+"""Modules that make nothing but finite numbers of finite numbers: a bad output of theirs came in. Not here: GELU, dropout and
+pooling by averages, which multiply or add up and so may overflow, and whatever is derived from these."""
 MAX_BLOCKS: Final = 64
 """Packed tensors kept per step; outputs after 65,536 in one step are not looked at."""
 
@@ -165,9 +190,9 @@ class ForwardProbe:
 
 
 def leaves(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules without submodules, by name, that compute something."""
+    """Modules without submodules, by name, whose output may be the first that is not finite."""
     for name, module in model.named_modules():
-        if next(module.children(), None) is None and not isinstance(module, torch.nn.Identity):
+        if next(module.children(), None) is None and type(module) not in _NEVER_FIRST:
             yield name, module
 
 

@@ -6,8 +6,7 @@ and half-precision gradients. What cannot be read is left out (count 0) and repo
 
 from __future__ import annotations
 
-import operator
-import weakref
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -19,6 +18,7 @@ from gradiometer import wire
 from gradiometer.capture import layout, statistics
 from gradiometer.capture.backends import REAL_DTYPES, Backends, Blocks, Found, OnlyNorms, known_finite
 from gradiometer.capture.backlog import BEHIND, Backlog, Hold
+from gradiometer.capture.budget import Budget, sentinels
 from gradiometer.capture.histograms import Histogram, joined
 from gradiometer.capture.layout import Layout, Places
 from gradiometer.capture.readback import Readback
@@ -42,6 +42,7 @@ class Partials:
         holds: their memory, on the reader's account.
         unread: rows whose gradient exists but could not be read; see `wire.STATISTICS` for how that is told.
         histogram: of the same gradients, in a step in which somebody wanted it.
+        is_rest: nothing was read, because the budget says so; all rows are unread.
     """
 
     layout: Layout
@@ -50,6 +51,7 @@ class Partials:
     unread: tuple[int, ...] = ()
     holds: tuple[Hold, ...] = ()
     histogram: Histogram | None = None
+    is_rest: bool = False
 
     def table(self) -> Floats:
         """Float64, shape (layers, statistics), multiplied by the loss scale if the gradients were. Agent thread only."""
@@ -106,82 +108,6 @@ class _Unscaled:
         return statistics.unscale(self._rows.values(), scale, self._statistics)
 
 
-class Witness:
-    """One of the gradients that were read, to tell whether all are still as they were. Does not keep it alive.
-
-    Args:
-        owner: its parameter, which has a gradient.
-    """
-
-    __slots__ = ("_gradient", "_version", "owner")
-
-    def __init__(self, owner: torch.Tensor) -> None:
-        self.owner = owner
-        self._gradient = weakref.ref(owner.grad)
-        self.accept()
-
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """The gradient; None if it was freed."""
-        return self._gradient()
-
-    def accept(self) -> None:
-        """The gradient was changed in place by something that makes no new gradient of it (clipping)."""
-        gradient = self.gradient
-        self._version = -1 if gradient is None else layout.local_of(gradient)._version
-
-    # Hot path: training thread, at every clip and step. Reads one counter, no value.
-    def is_outdated(self) -> bool:
-        """Whether another tensor took the gradient's place, or it was changed in place since."""
-        gradient = self.gradient
-        if gradient is None or self.owner.grad is not gradient:
-            return True
-        return layout.local_of(gradient)._version != self._version
-
-
-class Witnesses:
-    """All of the gradients that were read: a backward pass of another loss may leave any of them alone.
-
-    Asked only where something can come between the reading and the step. Does not keep them alive.
-
-    Args:
-        owners: the parameters, with a gradient or without.
-    """
-
-    __slots__ = ("_gradients", "_owners", "_versions")
-
-    def __init__(self, owners: Sequence[torch.Tensor]) -> None:
-        self._owners = owners
-        gradients = [owner.grad for owner in owners]
-        self._gradients = [_no_gradient if one is None else weakref.ref(one) for one in gradients]
-        self._versions = _versions(gradients)
-
-    # Hot path: training thread, once per clip (0.1 ms for 2000 gradients). Reads counters, no value.
-    def accept(self) -> None:
-        """The gradients were changed in place by something that makes no new ones of them (clipping)."""
-        self._versions = _versions([gradient() for gradient in self._gradients])
-
-    # Hot path: training thread, at every clip and step after a clip (0.2 ms for 2000 gradients). As `accept`.
-    def are_outdated(self) -> bool:
-        """Whether a gradient came, went, or was replaced or changed in place since."""
-        now = [owner.grad for owner in self._owners]
-        if not all(map(operator.is_, now, [gradient() for gradient in self._gradients])):
-            return True
-        return _versions(now) != self._versions
-
-
-def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
-    # The plain ones without a call of a function for each.
-    return [
-        one._version if type(one) is torch.Tensor else -1 if one is None else layout.local_of(one)._version
-        for one in gradients
-    ]
-
-
-def _no_gradient() -> None:
-    """What a weak reference to a gradient that is not there says."""
-
-
 class GradientReader:
     """Reads the gradients of the parameters that one optimizer updates.
 
@@ -189,6 +115,7 @@ class GradientReader:
         unavailable: told a metric and the reason why it cannot be collected; may be told again.
         sharded: parameters that differ from rank to rank, see `layout.Places`.
         cadence: which steps are read in full.
+        budget: which steps are read at all; None: every step.
         wishes: in which steps histograms are taken; None: in none.
         layouts: gives those of all watches of the run, as far as they are built.
     """
@@ -203,7 +130,10 @@ class GradientReader:
         cadence: Cadence = EVERY_STEP,
         wishes: Wishes | None = None,
         layouts: Callable[[], Iterable[Layout]] = tuple,
+        budget: Budget | None = None,
     ) -> None:
+        self._budget = budget
+        self._sentinels: dict[int, tuple[Layout, list[int]]] = {}
         self._model = model
         self._optimizer = optimizer
         self._prefix = prefix
@@ -252,20 +182,39 @@ class GradientReader:
             known = self._parts[id(of)] = _Part(self.layout, of)
         return known
 
-    # Hot path: training thread, once per optimizer step. Must not change a tensor, read a value of a device
-    # tensor, dispatch on a DTensor (it may run a collective) or keep a reference to a gradient.
-    @torch.no_grad()
     def read(self, of: Any = None) -> Partials:
         """Statistics of the gradients as they are now: of all, or of one of several optimizers."""
         current = self.layout if of is None else self._part(of).layout
         if current.is_outdated():
             self._layout = None
             current = self.layout
+        rows = range(len(current.parameters)) if of is None else self._part(of).rows
+        if self._budget is None:
+            return self._read_rows(current, rows)
+        if self._may_rest(self._budget, current, of, rows):
+            return Partials(layout=current, blocks=(), unread=tuple(rows), is_rest=True)
+        started_s = time.perf_counter()
+        partials = self._read_rows(current, rows)
+        self._budget.book(started_s)
+        return partials
+
+    # Hot path: training thread, once per optimizer step.
+    @torch.no_grad()
+    def _may_rest(self, budget: Budget, current: Layout, of: Any, rows: Sequence[int]) -> bool:
+        if budget.is_due() or (self._wishes is not None and self._wishes.granted() is not None):
+            return False
+        known = self._sentinels.get(id(of))
+        if known is None or known[0] is not current:
+            known = self._sentinels[id(of)] = current, sentinels(current.parameters, rows)
+        return known_finite(self._backends.read(self._found(current, known[1], []), full=False))
+
+    # Hot path: training thread, once per optimizer step. Must not change a tensor, read a value of a device
+    # tensor, dispatch on a DTensor (it may run a collective) or keep a reference to a gradient.
+    @torch.no_grad()
+    def _read_rows(self, current: Layout, rows: Sequence[int]) -> Partials:
         num_unread = len(self._unread)
         unread: list[int] = []
-        found = self._found(
-            current, range(len(current.parameters)) if of is None else self._part(of).rows, unread
-        )
+        found = self._found(current, rows, unread)
         if len(self._unread) > num_unread:
             self._tell_unread(current)
         if self._backlog.is_full():

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from gradiometer.capture import readback, scaling
-from gradiometer.capture.gradients import GradientReader, Partials, Witness, Witnesses
+from gradiometer.capture.gradients import GradientReader, Partials
 from gradiometer.capture.readback import Readback
+from gradiometer.capture.witness import Witness, Witnesses
 from gradiometer.guard import Guard
 
 
