@@ -148,7 +148,7 @@ class Reads:
         return run_view(row, latest=latest, last_step=self._last_step(row.run_key))
 
 
-def _nothing(_run_key: int, _names: Collection[str] | None = None) -> Mapping[str, tuple[int, float]]:
+def _nothing(run_key: int, names: Collection[str] | None = None) -> Mapping[str, tuple[int, float]]:
     return {}
 
 

@@ -1,59 +1,21 @@
-"""One attempt's part of a drawn line: what to fetch of it inside the snapshot, how to decode it afterwards.
+"""One attempt's part of a drawn line, and what was read of it: decoded to points, or to buckets.
 
 Shape letters: N points, W width of a series.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, bindparam, case, func, select
 
 from gradiometer_server.domain.series import Buckets, Series, Tail
 from gradiometer_server.store.series import SeriesRow
-from gradiometer_server.store.tables import chunk
 from gradiometer_server.summaries import buckets, codec
 from gradiometer_server.summaries.partition import last_wins
-from gradiometer_server.summaries.selection import StoredChunk, needs_points
-
-_BATCH: Final = 1000
-"""Most chunks named in one statement; SQLite allows 32,766 parameters."""
-
-_OF_SERIES = (chunk.c.run_id == bindparam("of_run"), chunk.c.series_id == bindparam("of_series"))
-_before = chunk.alias()
-_FIRST = func.coalesce(
-    select(func.max(_before.c.step0))
-    .where(
-        _before.c.run_id == bindparam("of_run"),
-        _before.c.series_id == bindparam("of_series"),
-        _before.c.step0 <= bindparam("first"),
-    )
-    .scalar_subquery(),
-    bindparam("first"),
-)
-_OVERVIEW = (
-    select(
-        chunk.c.step0, chunk.c.step1, chunk.c.n, chunk.c.dtype, chunk.c.summary_width,
-        case((chunk.c.summary_width <= bindparam("most_width"), chunk.c.summary)).label("summary"),
-    )
-    .where(*_OF_SERIES, chunk.c.step0 >= _FIRST, chunk.c.step0 <= bindparam("last"), chunk.c.step1 >= bindparam("first"))
-    .order_by(chunk.c.step0)
-)  # fmt: skip
-_POINTS = (
-    select(chunk.c.step0, chunk.c.n, chunk.c.stride, chunk.c.steps, chunk.c.data)
-    .where(*_OF_SERIES, chunk.c.step0.in_(bindparam("begins", expanding=True)))
-    .order_by(chunk.c.step0)
-)
-_LAST = (
-    select(chunk.c.step0, chunk.c.n, chunk.c.stride, chunk.c.steps, chunk.c.data)
-    .where(*_OF_SERIES, chunk.c.step0 <= bindparam("last"))
-    .order_by(chunk.c.step0.desc())
-    .limit(1)
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +53,21 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """Rows of one piece, read in the snapshot, not yet decoded."""
+    """Rows of one piece, read in a snapshot, not yet decoded.
+
+    Attributes:
+        first, last: the range that was asked for, inclusive.
+        summaries: chunks wholly inside the range that are answered by their windows.
+        blocks: chunks whose points are needed. Some may lie before `first`: they lead in to what is smoothed.
+        coarsest: the widest windows (in steps) of chunks that have nothing else, because their points were dropped; 1: none.
+    """
 
     piece: Piece
     first: int
     last: int
     summaries: Sequence[Any]
     blocks: Sequence[Any]
+    coarsest: int = 1
 
 
 def make_piece(row: SeriesRow, tail: Tail | None, cut: int | None) -> Piece:
@@ -111,41 +81,11 @@ def make_piece(row: SeriesRow, tail: Tail | None, cut: int | None) -> Piece:
     return Piece(row=row, steps_N=steps, values_NW=values, end=None if cut is None else cut - 1)
 
 
-def fetch(conn: Connection, piece: Piece, first: int, last: int, width: int) -> Fetched:
-    """Read what buckets of `width` steps over first..last need: summaries where they suffice, else points."""
-    if piece.end is not None:
-        last = min(last, piece.end)
-    find = _find(piece.row.series)
-    rows = conn.execute(_OVERVIEW, {**find, "first": first, "last": last, "most_width": width}).all()
-    summaries, begins = [], []
-    for row in rows:
-        stored = StoredChunk(step0=row.step0, step1=row.step1, n=row.n, summary_width=row.summary_width)
-        if needs_points(stored, first=first, last=last, width=width, tail_steps_N=piece.steps_N):
-            begins.append(row.step0)
-        else:
-            summaries.append(row)
-    blocks = [row for some in _batches(begins) for row in conn.execute(_POINTS, {**find, "begins": some})]
-    return Fetched(piece=piece, first=first, last=last, summaries=summaries, blocks=blocks)
+def points_of(fetched: Fetched, *, lead_in: bool = False) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Points in first..last of the fetched chunks and the tail, which wins; `lead_in`: those before as well.
 
-
-def fetch_last(conn: Connection, piece: Piece, last: int) -> Fetched:
-    """Read the chunk that holds the last step <= `last`."""
-    if piece.end is not None:
-        last = min(last, piece.end)
-    blocks = conn.execute(_LAST, {**_find(piece.row.series), "last": last}).all()
-    return Fetched(piece=piece, first=0, last=last, summaries=(), blocks=blocks)
-
-
-def _find(series: Series) -> dict[str, Any]:
-    return {"of_run": series.run_key, "of_series": series.series_id}
-
-
-def _batches(begins: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (begins[at : at + _BATCH] for at in range(0, len(begins), _BATCH))
-
-
-def points_of(fetched: Fetched) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Points in first..last of the fetched chunks and the tail, which wins. Raises `CorruptData`."""
+    Raises `CorruptData`.
+    """
     piece = fetched.piece
     decoded = [_decode(row, piece.row.series) for row in fetched.blocks]
     decoded.append((piece.steps_N, piece.values_NW))
@@ -154,7 +94,7 @@ def points_of(fetched: Fetched) -> tuple[NDArray[np.int64], NDArray[np.float64]]
     else:
         joined = np.concatenate([values for _, values in decoded])
         steps, values = last_wins(np.concatenate([steps for steps, _ in decoded]), joined)
-    begin, end = np.searchsorted(steps, [fetched.first, fetched.last + 1])
+    begin, end = np.searchsorted(steps, [-1 if lead_in else fetched.first, fetched.last + 1])
     return steps[begin:end], values[begin:end]
 
 
@@ -162,6 +102,14 @@ def _decode(row: Any, series: Series) -> tuple[NDArray[np.int64], NDArray[np.flo
     try:
         steps = codec.decode_steps(row.step0, row.stride, row.n, row.steps)
         return steps, codec.decode_values(row.data, row.n, series.width)
+    except codec.CorruptData as error:
+        raise _in_place(error, row, series) from error
+
+
+def decode_steps(row: Any, series: Series) -> NDArray[np.int64]:
+    """Steps of one chunk, without its values. Raises `CorruptData`."""
+    try:
+        return codec.decode_steps(row.step0, row.stride, row.n, row.steps)
     except codec.CorruptData as error:
         raise _in_place(error, row, series) from error
 
@@ -174,13 +122,17 @@ def _in_place(error: codec.CorruptData, row: Any, series: Series) -> codec.Corru
 
 def buckets_of(fetched: Fetched, width: int) -> list[Buckets]:
     """Buckets and finer windows of a piece, together covering first..last once. Raises `CorruptData`."""
-    columns = fetched.piece.row.series.width
-    parts = [buckets.bucketise(*points_of(fetched), width)]
-    for dtype in ("f4", "f8"):
-        rows = [row for row in fetched.summaries if row.dtype == dtype]
-        if rows:
-            parts.append(_windows(rows, columns, dtype, fetched.piece.row.series))
+    parts = [buckets.bucketise(*points_of(fetched), width), *windows_of(fetched)]
     return [part for part in parts if len(part.first_step_B)]
+
+
+def windows_of(fetched: Fetched) -> list[Buckets]:
+    """Windows of the chunks that are answered by their summaries. Raises `CorruptData`."""
+    columns = fetched.piece.row.series.width
+    by_type = {dtype: [row for row in fetched.summaries if row.dtype == dtype] for dtype in ("f4", "f8")}
+    return [
+        _windows(rows, columns, dtype, fetched.piece.row.series) for dtype, rows in by_type.items() if rows
+    ]
 
 
 def _windows(rows: Sequence[Any], columns: int, dtype: str, series: Series) -> Buckets:

@@ -8,7 +8,7 @@ Shape letters: N points, B buckets, W width of a series, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -18,52 +18,37 @@ from sqlalchemy import Connection, bindparam, func, select
 from gradiometer_server.domain.folded import Layout
 from gradiometer_server.domain.names import LAYER_PREFIX
 from gradiometer_server.domain.series import Buckets, Tail
-from gradiometer_server.errors import InvalidRequest, NotFound
+from gradiometer_server.errors import Conflict, InvalidRequest
+from gradiometer_server.store.charts import Tails, no_such_metric
 from gradiometer_server.store.database import Database
+from gradiometer_server.store.fetching import Wish, fetch_all, fetch_last, widest
 from gradiometer_server.store.layers_at import LayersAt, common_of, layers_at, layout_id_of
+from gradiometer_server.store.lines import Line, LineRef, cut, find_attempts, find_lines
 from gradiometer_server.store.metric_rows import Latest, MetricRow, last_value, metric_of
 from gradiometer_server.store.pieces import (
     Fetched,
     Piece,
     buckets_of,
+    decode_steps,
     extent,
-    fetch,
-    fetch_last,
     make_piece,
     points_of,
 )
-from gradiometer_server.store.series import (
-    SeriesRow,
-    list_layouts,
-    list_series,
-    list_series_of_key,
-    series_row_from,
-)
+from gradiometer_server.store.series import list_layouts, list_series, series_row_from
 from gradiometer_server.store.tables import series, source
 from gradiometer_server.summaries import buckets as bucketing
 from gradiometer_server.summaries.columns import places, spread
-from gradiometer_server.summaries.selection import AttemptSpan, attempt_cuts, display_width
+from gradiometer_server.summaries.selection import display_width
 
 __all__ = ["MAX_BUCKETS", "Latest", "MetricRow", "SeriesReader", "Tails"]
 
 MAX_BUCKETS: Final = 100_000
 _MAX_STEP: Final = 2**53 - 1
 
-Tails = Callable[[int], Mapping[int, Tail]]
-"""Run key -> series id -> points that are folded but not flushed; an immutable snapshot."""
-
-_ATTEMPTS = (
-    select(
-        source.c.ordinal,
-        func.min(source.c.attempt).label("launch"),
-        func.min(source.c.start_step).label("start"),
-    )
-    .where(source.c.run_id == bindparam("of_run"))
-    .group_by(source.c.ordinal)
-)
 _SCALARS = select(series).where(
     series.c.run_id.in_(bindparam("runs", expanding=True)), series.c.rank.is_(None), series.c.kind == "scalar"
 )
+_SCALARS_OF = _SCALARS.where(series.c.key.in_(bindparam("names", expanding=True)))
 _LAUNCHES = (
     select(source.c.run_id, source.c.ordinal, func.min(source.c.attempt).label("launch"))
     .where(source.c.run_id.in_(bindparam("runs", expanding=True)))
@@ -102,7 +87,7 @@ class SeriesReader:
         _check(first, last, buckets)
         tails = self._tails(run_key)
         with self._database.read() as conn:
-            pieces = _pieces(conn, run_key, key, rank, tails, attempt)
+            pieces = _line(conn, run_key, key, rank, tails, attempt).pieces
             begin, end = extent(pieces)
             width, fetched = _fetch(conn, pieces, first, last, buckets)
         columns = pieces[0].row.series.width
@@ -121,9 +106,11 @@ class SeriesReader:
         _check(first, last, 1)
         tails = self._tails(run_key)
         with self._database.read() as conn:
-            pieces = _pieces(conn, run_key, key, rank, tails)
+            pieces = _line(conn, run_key, key, rank, tails).pieces
             low, high = _clip(first, 0), _clip(last, _MAX_STEP)
-            fetched = [fetch(conn, piece, low, high, 0) for piece in pieces]
+            wishes = [Wish(piece=piece, first=low, last=high, width=0) for piece in pieces]
+            fetched = fetch_all(conn, wishes)
+        refuse_thinned(fetched)
         decoded = [points_of(one) for one in fetched]
         # Attempts do not overlap once cut; sorted, because a late launch may lie before an earlier one.
         steps = np.concatenate([steps for steps, _ in decoded])
@@ -145,7 +132,7 @@ class SeriesReader:
         _check(first, last, columns)
         tails = self._tails(run_key)
         with self._database.read() as conn:
-            pieces = _pieces(conn, run_key, LAYER_PREFIX + statistic, None, tails)
+            pieces = _line(conn, run_key, LAYER_PREFIX + statistic, None, tails).pieces
             layouts = {layout.layout_id: layout for layout in list_layouts(conn, run_key)}
             width, fetched = _fetch(conn, pieces, first, last, columns)
         common = common_of(pieces, layouts)
@@ -172,7 +159,8 @@ class SeriesReader:
                 for row in list_series(conn, run_key)
                 if row.series.kind == "layer" and row.series.rank is None
             ]
-            pieces = _cut(conn, run_key, rows, tails)
+            of_runs = {run_key: tails}
+            pieces = cut(rows, tails, find_attempts(conn, [run_key], of_runs))
             layouts = {layout.layout_id: layout for layout in list_layouts(conn, run_key)}
             fetched = [fetch_last(conn, piece, limit) for piece in pieces]
         return layers_at(fetched, layouts, limit)
@@ -203,7 +191,8 @@ class SeriesReader:
         tails = self._tails(run_key)
         with self._database.read() as conn:
             rows = list_series(conn, run_key)
-            pieces = _cut(conn, run_key, rows, tails, cuts=False)
+            attempts = find_attempts(conn, [run_key], {run_key: tails})
+            pieces = cut(rows, tails, attempts, cuts=False)
         by_name: dict[str, list[Piece]] = {}
         for piece in pieces:
             if not piece.row.series.key.startswith("_"):
@@ -225,76 +214,29 @@ def _clip(step: int | None, otherwise: int) -> int:
     return otherwise if step is None else min(max(step, -1), _MAX_STEP)
 
 
-def _pieces(
+def refuse_thinned(fetched: Iterable[Fetched]) -> None:
+    """Raises `Conflict` where some of the points that were asked for are no longer there."""
+    if any(one.summaries for one in fetched):
+        raise Conflict(
+            "raw points of that range were dropped to save space; their extremes and counts are kept.",
+            code="points_dropped",
+            remedy="Ask /series/query for buckets, or for a later range.",
+        )
+
+
+def _line(
     conn: Connection,
     run_key: int,
     key: str,
     rank: int | None,
     tails: Mapping[int, Tail],
     attempt: int | None = None,
-) -> list[Piece]:
-    rows = [row for row in list_series_of_key(conn, run_key, key) if row.series.rank == rank]
-    if attempt is not None:
-        rows = [row for row in rows if row.series.attempt == attempt]
-    if not rows:
-        where = (("rank", rank), ("attempt", attempt))
-        raise NotFound(
-            "metric", key + "".join(f" of {what} {number}" for what, number in where if number is not None)
-        )
-    return _cut(conn, run_key, rows, tails, cuts=attempt is None)
-
-
-def _cut(
-    conn: Connection, run_key: int, rows: Sequence[SeriesRow], tails: Mapping[int, Tail], *, cuts: bool = True
-) -> list[Piece]:
-    """Pieces in order of launch, cut where a later attempt takes over."""
-    attempts = conn.execute(_ATTEMPTS, {"of_run": run_key}).all()
-    launches = {row.ordinal: row.launch for row in attempts}
-    ends: Mapping[int, int | None] = {}
-    if cuts and len(attempts) > 1:
-        reported = _first_reported(list_series(conn, run_key), tails)
-        ends = attempt_cuts(
-            [
-                AttemptSpan(
-                    ordinal=row.ordinal,
-                    launch=row.launch,
-                    start_step=row.start,
-                    first_reported=reported.get(row.ordinal),
-                )
-                for row in attempts
-            ]
-        )
-    rows = sorted(rows, key=lambda row: launches.get(row.series.attempt, 0))
-    return _pieces_until(rows, tails, ends) if cuts else [_whole(row, tails) for row in rows]
-
-
-def _pieces_until(
-    rows: Sequence[SeriesRow], tails: Mapping[int, Tail], ends: Mapping[int, int | None]
-) -> list[Piece]:
-    """Pieces of rows in order of launch, cut at `ends` and where a later launch speaks of the same series."""
-    pieces: list[Piece] = []
-    taken: dict[tuple[str, int | None], int] = {}
-    for row in reversed(rows):
-        name = (row.series.key, row.series.rank)
-        cuts = [cut for cut in (ends.get(row.series.attempt), taken.get(name)) if cut is not None]
-        pieces.append(make_piece(row, tails.get(row.series.series_id), min(cuts, default=None)))
-        first = _whole(row, tails).first_step
-        if first is not None:
-            taken[name] = min(first, taken.get(name, first))
-    return pieces[::-1]
-
-
-def _whole(row: SeriesRow, tails: Mapping[int, Tail]) -> Piece:
-    return make_piece(row, tails.get(row.series.series_id), None)
-
-
-def _first_reported(rows: Sequence[SeriesRow], tails: Mapping[int, Tail]) -> dict[int, int]:
-    first: dict[int, int] = {}
-    for row in rows:
-        step = _whole(row, tails).first_step
-        if step is not None:
-            first[row.series.attempt] = min(step, first.get(row.series.attempt, step))
-    return first
+) -> Line:
+    ref = LineRef(run_key=run_key, key=key, rank=rank, attempt=attempt)
+    (lines,) = find_lines(conn, [ref], {run_key: tails})
+    if not lines:
+        raise no_such_metric(ref)
+    return lines[0]
 
 
 def _fetch(
@@ -308,4 +250,20 @@ def _fetch(
     if low > high:
         return 1, []
     width = display_width(low, high, most)
-    return width, [fetch(conn, piece, low, high, width) for piece in pieces]
+    fit = most if width > 1 else 0
+    fetched = fetch_all(
+        conn, [Wish(piece=piece, first=low, last=high, width=width, fit=fit) for piece in pieces]
+    )
+    if not any(one.summaries for one in fetched) and _num_points(fetched) <= most:
+        return 1, fetched
+    return max(width, widest(fetched)), fetched
+
+
+def _num_points(fetched: Iterable[Fetched]) -> int:
+    """Points inside the range, those of the tails that replace others counted twice."""
+    total = 0
+    for one in fetched:
+        steps = [decode_steps(row, one.piece.row.series) for row in one.blocks]
+        steps.append(one.piece.steps_N)
+        total += sum(int(((some >= one.first) & (some <= one.last)).sum()) for some in steps)
+    return total

@@ -279,7 +279,7 @@ def _rows(
 
 def _latest_rows(
     conn: Connection, keys: Mapping[str, Any], metrics: Collection[str] | None
-) -> Sequence[Row[Any]]:
+) -> Sequence[Any]:
     if metrics is None:
         return conn.execute(_LATEST, keys).all()
     return conn.execute(_LATEST_OF, {**keys, "names": list(metrics)}).all() if metrics else ()

@@ -131,7 +131,12 @@ def merge(parts: Sequence[Buckets], width: int) -> Buckets:
         raise ValueError("nothing to merge")
     joined = parts[0] if len(parts) == 1 else _join(parts)
     steps = joined.first_step_B
-    starts = group_starts(steps, width)
+    return merge_rows(joined, width, group_starts(steps, width))
+
+
+def merge_rows(joined: Buckets, width: int, starts: NDArray[np.intp]) -> Buckets:
+    """Neighbouring buckets as one, each group beginning at one of `starts` (B,). `width` labels the result."""
+    steps = joined.first_step_B
     if len(starts) == len(steps):
         return _with_width(joined, width)
     count_BW = reduce_groups(np.add, joined.num_finite_BW, starts)
@@ -174,6 +179,11 @@ def _join(parts: Sequence[Buckets]) -> Buckets:
 _ARRAYS: Final = (
     "first_step_B", "mean_BW", "min_BW", "max_BW", "num_finite_BW", "num_nan_BW", "num_pos_inf_BW", "num_neg_inf_BW",
 )  # fmt: skip
+
+
+def reordered(rows: Buckets, order: NDArray[np.intp]) -> Buckets:
+    """The same buckets in another order."""
+    return Buckets(width=rows.width, **{name: getattr(rows, name)[order] for name in _ARRAYS})
 
 
 def _with_width(buckets: Buckets, width: int) -> Buckets:
