@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 import gradiometer as gm
+from gradiometer import wire
+from gradiometer.capture import native
 from tests.support.eventually import eventually
 from tests.support.recorded import recorded
 
@@ -258,3 +260,26 @@ def test_what_is_logged_after_the_spool_was_deleted_is_counted(run, tmp_path):
     run.finish()
     # The value, and the exit event.
     assert run.dropped == {"the spool could not be written": 2}
+
+
+@pytest.mark.parametrize("statistics", ["full", "norm"])
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_finite_gradients_whose_squares_are_beyond_float64_are_no_trouble(
+    tmp_path, monkeypatch, statistics, has_kernel
+):
+    if not has_kernel:
+        monkeypatch.setattr(native, "load", lambda: None)
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model = nn.ParameterList([parameter])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gm.init(mode="offline", spool=tmp_path) as run:
+        run.watch(model, optimizer, statistics=statistics)
+        for _ in range(3):
+            (parameter * 1e200).sum().backward()
+            optimizer.step()
+    out = recorded(run.directory)
+    names = wire.STATISTICS if statistics == "full" else wire.NORM_STATISTICS
+    squares, num_nonfinite = names.index("sum_squares"), names.index("num_nonfinite")
+    rows = list(out.layers["0"].values())
+    assert [(row[squares], row[num_nonfinite]) for row in rows] == [(float("inf"), 0.0)] * 3
+    assert out.details == []

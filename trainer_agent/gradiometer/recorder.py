@@ -87,8 +87,10 @@ class Ring:
         self._notes: list[wire.Event] = []
         self._told_short = False
 
-    def keep(self, schema_id: int, step: int, time_s: float, values: bytes) -> None:
-        """Take in one step of one layer schema: little-endian float64 of shape (layers, statistics)."""
+    def keep(
+        self, schema_id: int, step: int, time_s: float, values: bytes, width: int = len(wire.STATISTICS)
+    ) -> None:
+        """Take in one step of one layer schema: little-endian float64 of shape (layers, width), non-finite elements last."""
         import numpy as np
 
         entry = _Entry(schema_id=schema_id, step=step, time=time_s, values=values)
@@ -96,8 +98,10 @@ class Ring:
         self._num_bytes += entry.num_bytes
         self._num_fresh += 1
         self._newest = max(self._newest, step)
-        # A non-finite element is in the sum, the sum of squares and the extremes, so any set of statistics shows it.
-        if not np.isfinite(np.frombuffer(values, dtype="<f8")).all():
+        numbers = np.frombuffer(values, dtype="<f8")
+        # A non-finite element is in the sum, the sum of squares and the extremes, so any set of statistics shows it. The
+        # squares of finite ones may be infinite too, and NaN stands for those of a gradient that cannot be read.
+        if not np.isfinite(numbers).all() and numbers[width - 1 :: width].any():
             self._nonfinite_step = step
         self._evict()
 

@@ -136,7 +136,7 @@ class Records:
         if known[1] in self._undeclared:
             self._declare(known[1], self._layer_declarations[known[1]])
         self._add(self._layer_frames, known[1], step, time, values)
-        self.ring.keep(known[1], step, time, values)
+        self.ring.keep(known[1], step, time, values, len(statistics))
         return known[1]
 
     def _end_older_layers(self, step: int, schema_id: int) -> None:

@@ -82,6 +82,9 @@ def derive_layers(
             "zero_fraction": partials_LP[:, NUM_ZEROS] / count_L,
             "num_nonfinite": partials_LP[:, NUM_NONFINITE].copy(),
         }
+        # Inf - Inf is NaN, but no element was: the squares are beyond float64, and the deviation with them.
+        overflowed_L = np.isposinf(mean_square_L) & (partials_LP[:, NUM_NONFINITE] == 0)
+        derived["std"][overflowed_L] = np.inf
     kept = [name for name in LAYER_STATISTICS if measured.by_some.issuperset(_NEEDS[name])]
     for name in kept:
         lacking_L = measured.lacks(_NEEDS[name])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 
+from gradiometer import wire
 from gradiometer.capture import eager, statistics
 from gradiometer.capture.statistics import COUNT, MAX, MIN, NUM_NONFINITE, NUM_ZEROS, SUM, SUM_SQUARES, WIDTH
 
@@ -136,9 +137,12 @@ def test_unscaling_the_statistics_is_as_good_as_unscaling_the_gradient():
 
 
 def test_unscaling_by_a_scale_that_has_collapsed_does_not_warn_or_raise():
-    row = statistics.unscale(np.ones((1, WIDTH)), 0.0)[0]
-    assert row[COUNT] == 1
+    row = statistics.unscale(np.tile([4.0, 1, 1, 1, 1, 1, 0], (1, 1)), 0.0)[0]
+    assert row[COUNT] == 4
     assert np.isinf(row[SUM_SQUARES])
+    assert row[NUM_NONFINITE] == 4, "nothing finite is left"
+    norms = statistics.unscale(np.array([[4.0, 1.0, 0.0]]), float("nan"), wire.NORM_STATISTICS)
+    assert norms[0, 2] == 4
 
 
 @READERS

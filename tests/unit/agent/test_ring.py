@@ -60,6 +60,21 @@ def test_a_busy_agent_that_takes_in_many_steps_at_once_still_sends_those_before(
     assert len(ring._entries) == NUM_STEPS + 1
 
 
+@pytest.mark.parametrize("statistics", [wire.STATISTICS, wire.NORM_STATISTICS])
+@pytest.mark.parametrize(
+    ("sum_squares", "num_nonfinite"), [(float("inf"), 0.0), (float("nan"), 0.0), (float("inf"), 1.0)]
+)
+def test_a_sum_of_squares_alone_does_not_make_a_gradient_nonfinite(statistics, sum_squares, num_nonfinite):
+    """Infinite for finite float64 elements beyond 1e154; NaN for a gradient that cannot be read."""
+    records = Records(Ring(Drops()))
+    row = dict.fromkeys(statistics, 1.0) | {"sum_squares": sum_squares, "num_nonfinite": num_nonfinite}
+    healthy = dict.fromkeys(statistics, 0.0)
+    values = [*row.values(), *healthy.values()]
+    records.add_layers(1, 0.0, LAYERS, struct.pack(f"<{len(values)}d", *values), statistics)
+    records.ring.end_step(1, skipped=False)
+    assert bool(details(records.ring)) == bool(num_nonfinite)
+
+
 def test_a_step_that_the_scaler_skipped_is_its_normal_business():
     assert fed(Ring(Drops()), range(1, 50), bad={3, 9}, skipped={3, 9}) == []
 

@@ -141,7 +141,10 @@ def test_what_is_still_on_a_device_is_not_asked_whether_it_is_finite():
     bad = np.array([[2.0, np.nan, 1.0]])
     assert known_finite((([0], HostReadback(torch.tensor(bad))),))
     assert not known_finite((([0], KnownReadback(bad)),))
-    assert not known_finite((([0], KnownReadback(np.array([[2.0, np.inf, 0.0]]))),))
+    overflowed = np.array([[2.0, np.inf, 0.0]])
+    assert known_finite((([0], KnownReadback(overflowed)),)), "the squares of finite elements"
+    overflowed[0, 2] = 1.0
+    assert not known_finite((([0], KnownReadback(overflowed)),))
 
 
 def test_norms_divided_by_the_scale_are_the_columns_of_the_statistics_divided_by_it():

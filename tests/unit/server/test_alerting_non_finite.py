@@ -40,6 +40,18 @@ def test_every_training_loss_counts(metric: str) -> None:
     assert only([*healthy(1, 5), scalars(6, {metric: NAN})]).first.metric == metric
 
 
+def test_squares_beyond_float64_are_not_nonfinite_gradients() -> None:
+    """Float64 gradients of 1e200: no element is NaN or infinite, only the norm is."""
+    overflowed = layers(31, [1.0, math.inf, 1.0, 1.0, 1.0])
+    totals = {"grad/norm": INF, "grad/num_nonfinite": 0.0}
+    assert run([*healthy(1, 30), overflowed, scalars(31, totals), *healthy(32, 60)]) == {}
+    # An agent that says nothing of elements is believed.
+    assert only([*healthy(1, 30), scalars(31, {"grad/norm": INF}), *healthy(32, 60)]).first.step == 31
+    totals["grad/num_nonfinite"] = 1.0
+    bad = layers(31, nonfinite={LAYERS[1]: 1})
+    assert only([*healthy(1, 30), bad, scalars(31, totals), *healthy(32, 60)]).layers == (LAYERS[1],)
+
+
 @pytest.mark.parametrize(
     "metric", ["val/loss", "train/accuracy", "memory/allocated_bytes", "debug/loss_ratio"]
 )

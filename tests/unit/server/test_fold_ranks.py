@@ -147,6 +147,15 @@ def test_std_of_equal_values_is_zero_although_rounding_says_less() -> None:
     assert derive.derive_layers(one)["std"][0] == 0.0
 
 
+def test_std_is_infinite_and_not_nan_where_the_squares_of_finite_elements_are() -> None:
+    derived = derive.derive_layers(
+        np.array([partial(np.array([1e200, -1e200])), partial(np.array([1.0, math.inf]))])
+    )
+    assert derived["std"][0] == derived["norm"][0] == math.inf
+    assert derived["num_nonfinite"].tolist() == [0.0, 1.0]
+    assert math.isnan(derived["std"][1])
+
+
 @pytest.mark.parametrize(
     ("factor", "differs"), [(1.0, False), (1 + 1e-7, False), (1.01, True), (math.nan, True)]
 )

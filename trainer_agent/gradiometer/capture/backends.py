@@ -10,7 +10,7 @@ import torch
 
 from gradiometer.capture import eager, kernel
 from gradiometer.capture.readback import KnownReadback, Readback
-from gradiometer.capture.statistics import NORMS, SUM_SQUARES, Floats
+from gradiometer.capture.statistics import NORMS, NUM_NONFINITE, Floats
 
 REAL_DTYPES: Final = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 Blocks = tuple[tuple[list[int], Readback], ...]
@@ -118,11 +118,12 @@ class OnlyNorms:
 
 # Hot path: training thread, once per optimizer step.
 def known_finite(blocks: Blocks, *, full: bool = False) -> bool:
-    """Whether no norm is known to be not finite. What is still on its way from a device is not known, and not asked.
+    """Whether no element is known to be not finite. What is still on its way from a device is not known, and not asked.
 
     Args:
         full: the blocks hold all statistics, not those of a norm alone.
     """
-    column = SUM_SQUARES if full else NORMS.index(SUM_SQUARES)
+    # Not the sum of squares, which is infinite for finite float64 elements beyond 1e154 too.
+    column = NUM_NONFINITE if full else NORMS.index(NUM_NONFINITE)
     known = [block for _, block in blocks if isinstance(block, KnownReadback)]
-    return all(bool((block.values()[:, column] < float("inf")).all()) for block in known)
+    return not any(bool(block.values()[:, column].any()) for block in known)

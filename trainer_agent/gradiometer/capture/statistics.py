@@ -59,9 +59,12 @@ def with_implicit_zeros(row_s: Floats, num_elements: int) -> Floats:
 def unscale(table: Floats, scale: float, statistics: tuple[str, ...] = wire.STATISTICS) -> Floats:
     """The table of gradients divided by the loss scale, from the table of gradients still multiplied by it.
 
-    sum, min and max are linear in the gradient, the sum of squares is quadratic; the counts do not change.
+    sum, min and max are linear in the gradient, the sum of squares is quadratic; the counts do not change, unless the
+    scale is 0 or NaN: then nothing finite is left.
     """
     unscaled = table.copy()
+    if scale == 0.0 or scale != scale:
+        unscaled[:, statistics.index("num_nonfinite")] = unscaled[:, statistics.index("count")]
     # A scale of 0 or a statistic that overflowed gives Inf or NaN, which is then the truth about the gradient.
     with np.errstate(all="ignore"):
         for column, name in enumerate(statistics):

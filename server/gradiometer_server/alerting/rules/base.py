@@ -6,9 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gradiometer_server.alerting.history import LayerHistory
+from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Breach
-from gradiometer_server.domain.folded import Folded
+from gradiometer_server.domain.folded import Folded, FoldedLayers
 
 MAX_NAMED_LAYERS = 20
 """Most layers that one breach names; `num_layers` still counts all of them."""
@@ -41,6 +45,18 @@ def is_loss(metric: str) -> bool:
     """Whether `metric` is a training loss: its name says loss, and its group is `train` or none."""
     group, _, name = metric.rpartition("/")
     return group in ("", "train") and "loss" in name.lower()
+
+
+def nonfinite_layers(item: FoldedLayers) -> NDArray[np.bool_]:
+    """Layers (L,) with a NaN or infinity among their elements.
+
+    # Hot path: healthy layers cost two comparisons of whole arrays.
+
+    An infinite norm alone is none: the squares of finite float64 elements beyond 1e154 have no finite sum.
+    """
+    norm_L, count_L = item.statistics["norm"], item.statistics["num_nonfinite"]
+    bad_L: NDArray[np.bool_] = ((count_L > 0) | np.isnan(norm_L)) & ~is_absent(norm_L)
+    return bad_L
 
 
 def nonfinite_losses(values: Mapping[str, float]) -> list[str]:

@@ -15,12 +15,17 @@ import msgspec
 import numpy as np
 
 from gradiometer_server.alerting.history import LayerHistory
-from gradiometer_server.alerting.rules.base import MAX_NAMED_LAYERS, nonfinite_losses, number_text
+from gradiometer_server.alerting.rules.base import (
+    MAX_NAMED_LAYERS,
+    nonfinite_layers,
+    nonfinite_losses,
+    number_text,
+)
 from gradiometer_server.alerting.rules.scaler import SCALE, SKIPPED, skipped_step
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Breach, Severity
 from gradiometer_server.domain.folded import Folded, FoldedEvent, FoldedLayers, FoldedScalars
-from gradiometer_server.domain.names import GRAD_NORM
+from gradiometer_server.domain.names import GRAD_NORM, GRAD_NUM_NONFINITE
 
 _VERSION = 1
 _AGENT_GROUPS = ("time/", "memory/", "scaler/")
@@ -121,9 +126,7 @@ class NonFinite:
             evidence.module_rank = item.rank
 
     def _take_layers(self, item: FoldedLayers, history: LayerHistory) -> None:
-        # Hot path: healthy layers cost two comparisons of whole arrays.
-        norm_L, count_L = item.statistics["norm"], item.statistics["num_nonfinite"]
-        bad_L = ((count_L > 0) | ~np.isfinite(norm_L)) & ~is_absent(norm_L)
+        bad_L = nonfinite_layers(item)
         if self._state.first_layers_step is None:
             self._state.first_layers_step = item.step
         self._finalise(before=item.step - self._defaults.hold_steps)
@@ -133,7 +136,7 @@ class NonFinite:
         evidence = self._evidence(item.step, item.time_s)
         evidence.layers = [item.layout.names[index] for index in backward[:MAX_NAMED_LAYERS]]
         evidence.num_layers = len(backward)
-        evidence.all_layers = bool((bad_L | is_absent(norm_L)).all()) and len(backward) > 1
+        evidence.all_layers = bool((bad_L | is_absent(item.statistics["norm"])).all()) and len(backward) > 1
         by_rank = item.num_nonfinite_by_rank
         evidence.layer_ranks = sorted(rank for rank, counts_L in by_rank.items() if (counts_L > 0).any())
         evidence.suspect = history.fastest_growing(item.layout) if evidence.all_layers else None
@@ -155,7 +158,8 @@ class NonFinite:
         if losses:
             self._take_losses(item, sorted(losses))
         norm = values.get(GRAD_NORM)
-        if norm is not None and not math.isfinite(norm):
+        overflowed = norm == math.inf and values.get(GRAD_NUM_NONFINITE) == 0
+        if norm is not None and not math.isfinite(norm) and not overflowed:
             self._evidence(item.step, item.time_s).grad_norm = norm
 
     def _take_scaler(self, item: FoldedScalars) -> None:

@@ -13,9 +13,13 @@ import msgspec
 import numpy as np
 
 from gradiometer_server.alerting.history import LayerHistory
-from gradiometer_server.alerting.rules.base import MAX_NAMED_LAYERS, nonfinite_losses, number_text
+from gradiometer_server.alerting.rules.base import (
+    MAX_NAMED_LAYERS,
+    nonfinite_layers,
+    nonfinite_losses,
+    number_text,
+)
 from gradiometer_server.alerting.rules.scaler import SCALE, SKIPPED, skipped_step
-from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Breach, Severity
 from gradiometer_server.domain.folded import Folded, FoldedEvent, FoldedLayers, FoldedScalars
 
@@ -100,9 +104,7 @@ class ScalerCollapse:
                 del self._state.modules[min(self._state.modules)]
 
     def _take_layers(self, item: FoldedLayers) -> None:
-        # Hot path: healthy layers cost one comparison of a whole array.
-        norm_L, count_L = item.statistics["norm"], item.statistics["num_nonfinite"]
-        bad_L = ((count_L > 0) | ~np.isfinite(norm_L)) & ~is_absent(norm_L)
+        bad_L = nonfinite_layers(item)
         if item.step < self._state.overflow_step or not bad_L.any():
             return
         backward = np.nonzero(bad_L)[0][::-1]
