@@ -224,3 +224,24 @@ def test_torch_is_as_it_was_after_the_run(tmp_path):
     sums(clipped_once, tmp_path)
     after = [clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_]
     assert [(wrapper, wrapper.__closure__[0].cell_contents) for wrapper in after] == before
+
+
+def noise_after_the_clip(loop):
+    loop.backward(2.0)
+    loop.clip()
+    for parameter in loop.parameters:
+        parameter.grad.add_(1.0)
+    loop.step()
+
+
+@pytest.mark.parametrize("play", [noise_after_the_clip, clipped_zeroed_and_refilled_without_a_clip])
+def test_why_the_norm_of_a_clip_is_not_the_steps(play, tmp_path):
+    _, out = sums(play, tmp_path)
+    assert "grad/clip_norm" not in out.points
+    assert "changed between clip_grad_norm_ and optimizer.step()" in out.unavailable()["grad/clip_norm"]
+
+
+@pytest.mark.parametrize("play", [norm_of_every_micro_batch, clipped_once])
+def test_a_norm_that_is_the_steps_is_not_said_to_be_lost(play, tmp_path):
+    _, out = sums(play, tmp_path)
+    assert "grad/clip_norm" not in out.unavailable()

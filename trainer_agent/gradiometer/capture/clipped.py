@@ -16,6 +16,10 @@ CLIPPED_SCALED: Final = (
     "clip_grad_norm_ ran before scaler.unscale_(optimizer): it measured, and clipped, gradients that were still "
     "multiplied by the loss scale; what it returned is kept as grad/clip_norm_scaled"
 )
+CHANGED: Final = (
+    "the gradients changed between clip_grad_norm_ and optimizer.step() (noise for privacy, another backward pass): what it "
+    "returned is not the norm of the gradients that the optimizer got, which is grad/norm"
+)
 
 
 class ClippedNorm:
@@ -30,9 +34,15 @@ class ClippedNorm:
         self.forget()
 
     def forget(self) -> None:
-        """Other gradients take the place of those that were measured."""
+        """Another step begins."""
         self._norm: torch.Tensor | None = None
-        self._name = ""
+        self._name, self._lost_name = "", ""
+
+    def outdate(self) -> None:
+        """Other gradients take the place of those that were measured."""
+        lost_name = self._lost_name if self._norm is None else self._name
+        self.forget()
+        self._lost_name = lost_name
 
     # Hot path: training thread. Must not read the norm.
     def see(
@@ -62,4 +72,6 @@ class ClippedNorm:
 
     def scalars(self) -> StepScalars:
         """For the report of the step."""
+        if self._norm is None and self._lost_name:
+            self._unavailable(self._lost_name, CHANGED)
         return () if self._norm is None else [(wire.Column(self._name), self._norm)]

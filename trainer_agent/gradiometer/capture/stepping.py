@@ -176,7 +176,7 @@ class StepCapture:
         reading.forget_gradients()
         if self._first is None or self._first is reading:
             self._first = reading
-            self._clip_norm.forget()
+            self._clip_norm.outdate()
             for observer in self.observers:
                 self._guard.call(observer.part, observer.before_read)
         reading.read()
