@@ -85,6 +85,8 @@ def problem_of(block: Block, width: int) -> str | None:
 
     Of a thinned block only the summary and the row can be held against each other.
     """
+    if block.summary_width < 1 or block.summary_width & (block.summary_width - 1):
+        return f"its summary's windows are {block.summary_width} steps wide, which is no power of two"
     try:
         windows = buckets.decode_summaries(
             [block.summary], width=block.summary_width, columns=width, narrow=block.dtype == "f4"
