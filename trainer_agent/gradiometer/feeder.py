@@ -177,7 +177,7 @@ class Feeder:
 
     def _process(self, reports: list[Report], *, final: bool) -> None:
         exits = [report for report in reports if _is_exit(report)]
-        self._store([report for report in reports if not _is_exit(report)])
+        self._store([report for report in reports if not _is_exit(report)] if exits else reports)
         if not self._exited:
             self._ship(final=final or bool(exits))
             # Before the exit event, which closes the source.
@@ -208,7 +208,7 @@ class Feeder:
 
     def _ship(self, *, final: bool) -> None:
         """Do what the server asked for, and send what the ring has to say, apart from the reports of this batch."""
-        for command in self._commands.look():
+        for command in self._commands.look(at_once=final):
             if command.kind == "ring":
                 self._records.ring.ask(command)
             elif command.kind == "histogram":

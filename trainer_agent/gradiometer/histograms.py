@@ -29,6 +29,7 @@ MAX_WAITING: Final = 16
 TOO_OFTEN: Final = "histograms were taken because of trouble as often as a run may"
 NOTHING_WATCHED: Final = "a histogram was asked for, but nothing is watched"
 NONFINITE: Final = "a gradient is not finite"
+ENDED: Final = "a histogram was asked for, but nothing is watched any more"
 AT_CADENCE: Final = "watch(histogram_every={})"
 
 
@@ -50,10 +51,16 @@ class Wish:
 
 
 class HistogramDesk:
-    """The wishes of a run, handed to every watch. `drops`: told of those that are not granted."""
+    """The wishes of a run, handed to every watch.
 
-    def __init__(self, drops: Drops) -> None:
-        self._drops = drops
+    Args:
+        drops: told of those that are not granted.
+        unavailable: told of those whose step never came.
+    """
+
+    def __init__(self, drops: Drops, unavailable: Callable[[str, str], None] | None = None) -> None:
+        self._drops, self._unavailable = drops, unavailable
+        self._has_ended = False
         self._wishes: list[Wishes] = []
         self._num_on_alert = 0
 
@@ -65,15 +72,21 @@ class HistogramDesk:
 
     def leave(self, wishes: Wishes) -> None:
         """The watch has ended."""
-        if wishes in self._wishes:
-            self._wishes.remove(wishes)
+        if wishes not in self._wishes:
+            return
+        self._wishes.remove(wishes)
+        self._has_ended = True
+        for wish in wishes.unserved():
+            # One that is taken because of an alert nobody waits for.
+            if self._unavailable is not None and not wish.on_alert:
+                self._unavailable("histogram", _why_unserved(wish))
 
     def want(self, wish: Wish) -> None:
         """Every watch takes a histogram. Any thread."""
         everybody = list(self._wishes)
         if not everybody and not wish.on_alert:
             # An alert about a run that watches nothing is nobody's mistake.
-            self._drops.add(NOTHING_WATCHED, wish.about)
+            self._drops.add(ENDED if self._has_ended else NOTHING_WATCHED, wish.about)
         for one in everybody:
             one.add(wish)
 
@@ -137,10 +150,14 @@ class Wishes:
             self._step, self._granted = step, self._decided(step)
         return self._granted
 
-    def _decided(self, step: int) -> Wish | None:
+    def unserved(self) -> list[Wish]:
+        """Wishes whose step has not come."""
         while self._new:
             self._waiting.append(self._new.popleft())
-        wish = self._due(step) if self._waiting else None
+        return self._waiting
+
+    def _decided(self, step: int) -> Wish | None:
+        wish = self._due(step) if self.unserved() else None
         if wish is None and self._every is not None and step % self._every == 0:
             return Wish(reason=AT_CADENCE.format(self._every))
         return wish
@@ -166,6 +183,11 @@ class Wishes:
             if self._desk.grant(step):
                 self._granted = Wish(reason=NONFINITE, about=step, on_alert=True)
         return self._granted
+
+
+def _why_unserved(wish: Wish) -> str:
+    wanted = "the next step" if wish.from_step is None else f"step {wish.from_step}"
+    return f"one was asked for ({wish.reason[:200]}), to be taken in {wanted}, but the watch ended before"
 
 
 class AsksForHistograms:

@@ -53,7 +53,7 @@ class Watches:
         guard: Guard,
         drops: Drops,
     ) -> None:
-        self.histograms = HistogramDesk(drops)
+        self.histograms = HistogramDesk(drops, unavailable)
         self._start_step = start_step
         self._emit, self._unavailable, self._mistaken, self._guard = emit, unavailable, mistaken, guard
         self._clock: StepClock | None = None
@@ -192,6 +192,11 @@ class Watches:
     def step_of_log(self) -> int | None:
         """The step that a value logged now belongs to; None if nothing is watched."""
         return self.step if self._leader is None else self._leader.step_of_log()
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether anything here wants to know what is logged."""
+        return self._clock is not None
 
     # Hot path: training thread, once per `log`. Must not walk the found values of a run that watches nothing.
     def logged(self, found: Sequence[tuple[wire.Column, Any]]) -> None:

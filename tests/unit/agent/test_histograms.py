@@ -14,8 +14,18 @@ from gradiometer import wire
 from gradiometer.capture import eager, native
 from gradiometer.capture import histograms as captured
 from gradiometer.capture.readback import KnownReadback
+from gradiometer.commands import Outbox
 from gradiometer.drops import Drops
-from gradiometer.histograms import MAX_ON_ALERT, NOTHING_WATCHED, QUIET_STEPS, TOO_OFTEN, HistogramDesk, Wish
+from gradiometer.histograms import (
+    ENDED,
+    MAX_ON_ALERT,
+    NOTHING_WATCHED,
+    QUIET_STEPS,
+    TOO_OFTEN,
+    HistogramDesk,
+    Wish,
+)
+from tests.support.eventually import eventually
 from tests.support.recorded import recorded
 
 
@@ -120,6 +130,48 @@ def test_wishes_that_nobody_can_serve_are_counted_and_those_that_wait_are_bounde
         wishes.granted()
         steps.step += 1
     assert len(wishes._waiting) <= 17
+
+
+def test_what_was_asked_for_and_never_came_is_told():
+    told, steps, drops = [], Steps(), Drops()
+    desk = HistogramDesk(drops, lambda metric, reason: told.append((metric, reason)))
+    wishes = desk.join(steps, every=None, at_once=True)
+    desk.command(wire.Command(id="a", kind="histogram", reason="asked for over REST", step=40))
+    desk.command(wire.Command(id="b", kind="histogram", reason="alert x", step=50, on_alert=True))
+    assert wishes.granted() is None
+    desk.want(Wish(reason="mine"))
+    desk.leave(wishes)
+    desk.leave(wishes)
+    assert [metric for metric, _ in told] == ["histogram"] * 2
+    assert "asked for over REST" in told[0][1]
+    assert "in step 40" in told[0][1]
+    assert "in the next step" in told[1][1]
+    desk.command(wire.Command(id="c", kind="histogram", step=60))
+    assert drops.totals == {ENDED: 1}
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_run_that_ends_before_the_step_that_was_asked_for_says_so():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gm.init() as run:
+        run.watch(model, optimizer)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        outbox = Outbox(run.directory, rank=0)
+        outbox.put(wire.Command(id="a", kind="histogram", reason="curious", step=100))
+        # An agent that is not busy looks every 5 s; one that logs looks once a second.
+        eventually(lambda: run.log({"x": 1.0}) or waiting(run))
+        outbox.put(wire.Command(id="b", kind="histogram", reason="at the very end", step=100))
+        directory = run.directory
+    out = recorded(directory)
+    assert "one was asked for (curious), to be taken in step 100" in out.unavailable()["histogram"]
+    assert [event.attributes["reason"] for event in out.of_kind("dropped")] == [ENDED]
+
+
+def waiting(run):
+    (wishes,) = run._watches.histograms._wishes
+    return bool(wishes._new)
 
 
 def bins_of(values):
