@@ -23,6 +23,7 @@ new combination of names at every step does not declare a schema at every step."
 LAYER_STEPS: Final = 8
 """Steps whose layers may come before their scalars. A rule that sees an infinite gradient waits for the scaler's word,
 which is a scalar, half as long again and more, but not for a whole batch of a fast loop."""
+_RECENT_SCHEMAS: Final = 64
 FRAME_BYTES: Final = 1024 * 1024
 """A frame is closed when it holds this much; a single row may be larger, up to `wire.MAX_RECORD_BYTES`."""
 
@@ -72,6 +73,9 @@ class Records:
         self.ring = ring or Ring(Drops())
         self._next_schema_id = 1
         self._scalar_schemas: dict[tuple[wire.Column, ...], int] = {}
+        # Hashing the columns at every step takes longer than packing their values. Those kept here live on, so that
+        # no other columns get their identity.
+        self._recent_scalars: dict[int, tuple[tuple[wire.Column, ...], int]] = {}
         self._layer_schemas: dict[tuple[tuple[wire.Layer, ...], tuple[str, ...]], int] = {}
         # By identity first: hashing thousands of layers at every step would cost more than encoding them.
         self._layers_by_id: dict[tuple[int, tuple[str, ...]], tuple[tuple[wire.Layer, ...], int]] = {}
@@ -88,7 +92,8 @@ class Records:
         self, step: int, time: float, columns: tuple[wire.Column, ...], row: Sequence[float]
     ) -> None:
         """Add one step's values of a set of columns."""
-        known = self._scalar_schemas.get(columns)
+        recent = self._recent_scalars.get(id(columns))
+        known = recent[1] if recent is not None else self._scalar_schemas.get(columns)
         if known is None and len(columns) > 1 and len(self._scalar_schemas) >= MAX_SCALAR_SCHEMAS:
             self._add_one_by_one(step, time, columns, row)
             return
@@ -96,6 +101,10 @@ class Records:
             if self._next_schema_id > limits.MAX_SCHEMAS:
                 raise TooManyNames(f"{columns[0].name!r}; do not put a changing number into a name")
             known = self._scalar_schemas[columns] = self._new_id()
+        if recent is None:
+            if len(self._recent_scalars) >= _RECENT_SCHEMAS:
+                self._recent_scalars.clear()
+            self._recent_scalars[id(columns)] = (columns, known)
         if known in self._undeclared:
             self._declare(known, wire.encode(wire.ScalarSchema(schema_id=known, columns=columns)))
         self._add(self._scalar_frames, known, step, time, struct.pack(f"<{len(row)}d", *row))

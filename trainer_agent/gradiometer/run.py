@@ -122,6 +122,7 @@ class Run(Handle, RecordsBatches, AsksForHistograms):
         self._next_step = self._logged_step = resolved.start_step
         self._unavailable_told: set[tuple[str, str]] = set()
         self._drops = Drops()
+        self._flat_logs = reports.FlatLogs()
         self._guard = Guard(self._part_failed)
         self._watches = Watches(
             start_step=resolved.start_step,
@@ -319,17 +320,14 @@ class Run(Handle, RecordsBatches, AsksForHistograms):
                 "what was logged is not a mapping of names to numbers", at, detail=shown(metrics)[:80]
             )
             return
-        found: list[tuple[wire.Column, Any]] = []
-        for name, value in values.flatten(metrics):
-            try:
-                number = values.as_number(name, value)
-                if number is not None:
-                    found.append((values.column(name), number))
-            except values.BadValue as mistake:
-                self._drops.add(mistake.reason, at, detail=mistake.detail)
+        flat = self._flat_logs.scalars(metrics)
+        if flat is not None and not self._watches.is_watching:
+            self._put(ScalarReport(step=at, time=time.time(), scalars=flat))
+            return
+        found = flat.found() if flat is not None else values.numbers_in(metrics, self._drops, at)
         self._watches.logged(found)
         if found and not (of_microbatch and self._watches.keep_for_step(found)):
-            self._put(ScalarReport(step=at, time=time.time(), scalars=reports.collected(found)))
+            self._put(ScalarReport(step=at, time=time.time(), scalars=flat or reports.collected(found)))
 
     def _step_for(self, step: Any) -> int | None:
         if step is None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import wire
+from gradiometer.drops import Drops
 from gradiometer.plain import encodable as encodable
 from gradiometer.plain import plain as plain
 
@@ -102,6 +103,19 @@ def checked_name(name: str) -> str:
 def column(name: str) -> wire.Column:
     """The column of a metric; raises `BadValue` if its name is not valid. Names come again in every step."""
     return wire.Column(checked_name(name))
+
+
+def numbers_in(metrics: Mapping[Any, Any], drops: Drops, step: int) -> list[tuple[wire.Column, Any]]:
+    """Columns, and numbers or one-element tensors, of a nested mapping; `drops` is told of each value that is none."""
+    found: list[tuple[wire.Column, Any]] = []
+    for name, value in flatten(metrics):
+        try:
+            number = as_number(name, value)
+            if number is not None:
+                found.append((column(name), number))
+        except BadValue as mistake:
+            drops.add(mistake.reason, step, detail=mistake.detail)
+    return found
 
 
 def as_number(name: str, value: object) -> float | torch.Tensor | None:

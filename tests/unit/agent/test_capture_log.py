@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import enum
 import fractions
 import math
 import struct
@@ -115,6 +116,56 @@ def test_steps_without_a_watch(spool):
         assert run.step == 11
         run.log({"x": 2.0}, 2**53 - 1)
     assert recorded(run.directory).points == {"x": {0: 0.0, 1: 1.0, 10: 10.0, 11: 11.0, 2**53 - 1: 2.0}}
+
+
+class Name(enum.StrEnum):
+    """Equal to its text, but to `str` of a plain enumeration it would not be."""
+
+    LOSS = "loss"
+
+
+class TextOfItsOwn(str):
+    """Equal to "loss", and shown as something else."""
+
+    __slots__ = ()
+
+    def __str__(self):
+        return "shown"
+
+
+@pytest.mark.parametrize("first_shown", [True, False])
+def test_names_and_values_that_are_equal_are_still_told_apart(first_shown, spool):
+    keys = ["loss", Name.LOSS, TextOfItsOwn("loss"), 1, True, 1.0]
+    expected = {"loss": {0: 0.0, 1: 1.0}, "shown": {2: 2.0}, "1": {3: 3.0}, "True": {4: 4.0}, "1.0": {5: 5.0}}
+    order = range(len(keys)) if first_shown else reversed(range(len(keys)))
+    out, dropped = logged(*(({keys[index]: float(index)}, index) for index in order))
+    assert out.points == expected
+    assert dropped == {}
+
+
+@pytest.mark.parametrize("value", [2, True, None, "2", np.float64(2.0), torch.tensor(2.0), {"x": 2.0}])
+def test_the_same_names_with_another_kind_of_value(value, spool):
+    calls = [({"a": 1.0, "b": 1.0}, 0), ({"a": 1.0, "b": value}, 1), ({"b": 3.0, "a": 4.0}, 2)]
+    out, _ = logged(*calls)
+    assert out.points["a"] == {0: 1.0, 1: 1.0, 2: 4.0}
+    seen = out.points.get("b/x", {}) | out.points["b"]
+    expected = {} if value in (None, "2") else {1: 1.0 if value is True else 2.0}
+    assert seen == {0: 1.0, 2: 3.0} | expected
+
+
+def test_more_combinations_of_names_than_are_kept(spool):
+    calls = [({f"m{index % 300}": float(index), "all": 1.0}, index) for index in range(700)]
+    out, dropped = logged(*calls)
+    assert len(out.points["all"]) == 700
+    assert out.points["m299"] == {299: 299.0, 599: 599.0}
+    assert dropped == {}
+
+
+def test_micro_batches_of_plain_floats_without_a_watch(spool):
+    with gm.init(mode="offline") as run:
+        run.log_microbatch({"x": 1.0})
+        run.log_microbatch({"x": 2.0})
+    assert recorded(run.directory).points == {"x": {0: 1.0, 1: 2.0}}
 
 
 def test_nested_names_are_joined(spool):
