@@ -17,8 +17,17 @@ from pathlib import Path
 
 STAGES = (
     (
-        "unit, property, integration",
-        ["tests/unit", "tests/property", "tests/integration", "-n", "2", "--dist", "loadfile"],
+        "unit, property, integration, scenarios",
+        [
+            "tests/unit",
+            "tests/property",
+            "tests/integration",
+            "tests/scenarios",
+            "-n",
+            "2",
+            "--dist",
+            "loadfile",
+        ],
     ),
     ("faults", ["tests/faults", "-n", "2", "--dist", "loadfile"]),
     ("browser", ["tests/browser"]),

@@ -78,5 +78,7 @@ def _plain(value: object, outer: tuple[int, ...]) -> Any:
 
 
 def _plain_float(number: float) -> float | str:
-    # JSON has no NaN and no infinity.
-    return number if number - number == 0.0 else repr(number)
+    # JSON has no NaN and no infinity; the spool's files are JSON. The server answers with the same three words.
+    if number - number == 0.0:
+        return number
+    return "NaN" if number != number else "Infinity" if number > 0 else "-Infinity"

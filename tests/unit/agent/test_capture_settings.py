@@ -315,7 +315,7 @@ def test_configs_of_every_kind():
     assert plain == {
         "nested": {"1": [1, 2]},
         "path": repr(Path("x")),
-        "nan": "nan",
+        "nan": "NaN",
         "big": str(2**80),
         "np": 0.5,
         "on": True,
