@@ -51,6 +51,8 @@ def _add_db(db: argparse.ArgumentParser) -> None:
         "stats": "print figures",
         "check": "look for damage; exit code 1 if there is any",
         "backup": "copy a SQLite database, also while a server runs",
+        "export": "write one run to a folder that can be read without Gradiometer",
+        "vacuum": "give space that deleting has freed back to the disk, also while a server runs",
         "upgrade": "bring the tables to this version's revision; a server does so at its start",
         "downgrade": "take the tables back; data that only newer tables hold is lost",
     }
@@ -60,10 +62,23 @@ def _add_db(db: argparse.ArgumentParser) -> None:
         command.set_defaults(run=_db, command=name)
         if name == "backup":
             command.add_argument("path", metavar="PATH", help="file to write; it must not exist")
+        elif name == "export":
+            _add_export(command)
+        elif name == "vacuum":
+            full = "write everything anew, for files that cannot shrink otherwise; holds everybody up"
+            command.add_argument("--full", action="store_true", help=full)
         elif name == "upgrade":
             command.add_argument("revision", nargs="?", default="head")
         elif name == "downgrade":
             command.add_argument("revision", help="a revision, or `base` for no tables")
+
+
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_id", metavar="RUN", help="run id")
+    command.add_argument("path", metavar="FOLDER", help="folder to make; it must not exist")
+    command.add_argument(
+        "--format", choices=("jsonl", "csv"), default="jsonl", help="how points are written (jsonl)"
+    )
 
 
 def _db(options: argparse.Namespace) -> int:

@@ -25,7 +25,15 @@ from gradiometer_server.store.series import SeriesRow, series_row_from
 from gradiometer_server.store.tables import chunk, frame, series, source
 from gradiometer_server.store.values import pack_float
 from gradiometer_server.summaries.blocks import Block, decode_points, encode_points
-from gradiometer_server.summaries.partition import Part, Span, beside, chunk_capacity, last_wins, place, split
+from gradiometer_server.summaries.partition import (
+    Part,
+    Span,
+    chunk_capacity,
+    last_wins,
+    outside,
+    place,
+    split,
+)
 
 BLOCK_COLUMNS: Final = tuple(column for column in chunk.c if column.name not in ("run_id", "series_id"))
 
@@ -173,8 +181,10 @@ def _find(conn: Connection, row: SeriesRow, version: int, tail: Tail) -> _Found:
         blocks = {r.step0: Block(**r._mapping) for r in conn.execute(_BLOCKS, {**find, "begins": begins})}
         thinned = [blocks.pop(begin) for begin in list(blocks) if blocks[begin].is_thinned]
         if thinned:
-            kept_N, parts = beside(steps, spans, [block.step0 for block in thinned])
+            closed = [block.step0 for block in thinned]
+            kept_N = outside(steps, spans, closed)
             steps, values, num_lost = steps[kept_N], values[kept_N], int((~kept_N).sum())
+            parts = place(spans, steps, closed=closed)
         if _may_lose_extreme(row, list(blocks.values())):
             others = tuple(conn.execute(_EXTREMES, {**find, "begins": list(blocks)}).one())
     return _Found(

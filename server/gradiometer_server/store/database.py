@@ -103,7 +103,7 @@ class Database:
             InvalidRequest: it was asked for a value that no column can hold, e.g. text with NUL on PostgreSQL.
         """
         try:
-            with self._translated("read"), self._reader.connect() as conn, conn.begin():
+            with self.translated("read"), self._reader.connect() as conn, conn.begin():
                 yield conn
         except exc.DataError as error:
             raise InvalidRequest(
@@ -123,7 +123,7 @@ class Database:
             raise RuntimeError(
                 "write() inside write() would wait for itself for ever; hand the connection on"
             )
-        with self._translated("written"), self._writing:
+        with self.translated("written"), self._writing:
             self._writing_thread = me
             try:
                 with self._writer.connect() as conn, conn.begin():
@@ -132,7 +132,8 @@ class Database:
                 self._writing_thread = 0
 
     @contextmanager
-    def _translated(self, verb: str) -> Iterator[None]:
+    def translated(self, verb: str) -> Iterator[None]:
+        """Foreign errors become `StoreUnavailable`: the database cannot be `verb`."""
         try:
             yield
         except (exc.OperationalError, exc.InterfaceError, exc.InternalError, exc.TimeoutError) as error:

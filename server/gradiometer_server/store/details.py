@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection, Row, bindparam, func, select
 
 from gradiometer import wire
 from gradiometer_server.domain.histograms import RankHistograms, counts_of
@@ -20,7 +20,7 @@ from gradiometer_server.store.log import read_schemas
 from gradiometer_server.store.statements import insert_or_ignore
 from gradiometer_server.store.tables import detail, source
 from gradiometer_server.store.values import clean_text
-from gradiometer_server.summaries.codec import decode_values, encode_values, pack, unpack
+from gradiometer_server.summaries.codec import CorruptData, decode_values, encode_values, pack, unpack
 
 MAX_SOURCE_BYTES: Final = 1024 * 1024 * 1024
 """Most values of one source, before compression: twice what the agent's own limits let it send."""
@@ -124,6 +124,39 @@ def _packed(record: wire.Detail) -> tuple[int, bytes]:
         return counts_NLB[0].size, pack(counts_NLB.astype(np.int64))
     values_NW = np.frombuffer(record.values, dtype="<f8").reshape(len(record.steps), -1)
     return values_NW.shape[1], encode_values(values_NW)
+
+
+def detail_problem(row: Row[Any]) -> str | None:
+    """What is wrong with a row of table `detail`, or None: it must decode to what its other columns say."""
+    try:
+        steps, times = unpack(row.steps, row.n), unpack(row.times, row.n)
+        if row.kind == "histogram":
+            size = 4 * unpack(row.data, row.n * row.width).size
+        else:
+            size = decode_values(row.data, row.n, row.width).nbytes
+    except CorruptData as error:
+        return error.message
+    if (int(steps.min()), int(steps.max())) != (row.step0, row.step1):
+        return f"its steps are {steps.min()} to {steps.max()}, but its row says {row.step0} to {row.step1}"
+    if not np.isfinite(times).all():
+        return "a step has no time"
+    return None if size == row.num_bytes else f"it holds {size} bytes, but its row says {row.num_bytes}"
+
+
+def columns_of(kind: str, schema: wire.LayerSchema | None) -> list[str] | None:
+    """What the last axis of `values_of` is; None: nobody knows any more."""
+    if kind == "histogram":
+        return [f"bin {number}" for number in range(wire.HISTOGRAM_BINS)]
+    return None if schema is None else list(schema.statistics)
+
+
+def values_of(row: Row[Any], schema: wire.LayerSchema | None) -> NDArray[Any]:
+    """Values of a row of table `detail` (N, L, C), (N, W) without its schema. Raises `CorruptData`."""
+    if row.kind == "histogram":
+        counts: NDArray[Any] = unpack(row.data, row.n * row.width).reshape(row.n, -1, wire.HISTOGRAM_BINS)
+        return counts
+    values_NW = decode_values(row.data, row.n, row.width)
+    return values_NW if schema is None else values_NW.reshape(row.n, len(schema.layers), -1)
 
 
 def list_parts(conn: Connection, run_key: int, kind: str = "ring") -> tuple[DetailPart, ...]:

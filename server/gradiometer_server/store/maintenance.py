@@ -1,32 +1,50 @@
-"""Looking after a database: figures, a full check, an online backup. Safe beside a running server."""
+"""Looking after a database: figures, space given back, an online backup. Safe beside a running server."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Table, bindparam, func, select, text
+from sqlalchemy import Connection, Table, create_engine, func, select, text
 
-from gradiometer_server.domain.series import Series
 from gradiometer_server.errors import ConfigurationError, StoreUnavailable
-from gradiometer_server.store.chunks import BLOCK_COLUMNS
+from gradiometer_server.store.checking import Problem, check
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.migrate import current_revision
-from gradiometer_server.store.series import series_from
-from gradiometer_server.store.tables import alert, chunk, frame, run, series, source
-from gradiometer_server.store.values import unpack_float
-from gradiometer_server.summaries.blocks import Block, problem_of
+from gradiometer_server.store.space import file_bytes, free_bytes, release_batch
+from gradiometer_server.store.tables import (
+    alert,
+    chunk,
+    deleted_run,
+    detail,
+    dump,
+    frame,
+    metadata,
+    run,
+    series,
+    source,
+)
 
-_CHUNKS_A_READ: Final = 64
+__all__ = ["Problem", "StoreStats", "backup", "check", "stats", "vacuum"]
+
+_INCREMENTAL: Final = 2
+"""SQLite's number for `auto_vacuum = INCREMENTAL`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """Figures of a database. `log_bytes`: records not yet folded; `wal_bytes`: 0 on PostgreSQL."""
+    """Figures of a database.
+
+    Attributes:
+        num_thinned: runs whose raw points were dropped; num_purging: deleted runs that are still being removed.
+        log_bytes: records not yet folded.
+        detail_bytes: rings and histograms of single ranks.
+        free_bytes: pages of a SQLite file that hold nothing; `db vacuum` gives them back. 0 on PostgreSQL.
+        wal_bytes: 0 on PostgreSQL.
+    """
 
     engine: str
     revision: str | None
@@ -37,51 +55,16 @@ class StoreStats:
     num_points: int
     num_frames: int
     num_alerts: int
+    num_details: int
+    num_dumps: int
+    num_thinned: int
+    num_purging: int
     log_bytes: int
     chunk_bytes: int
+    detail_bytes: int
+    free_bytes: int
     file_bytes: int
     wal_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Something that a check found: where, and what is wrong there."""
-
-    where: str
-    what: str
-
-
-_OF_SERIES = (chunk.c.run_id == bindparam("of_run"), chunk.c.series_id == bindparam("of_series"))
-_CHUNKS = (
-    select(*BLOCK_COLUMNS)
-    .where(*_OF_SERIES, chunk.c.step0 > bindparam("after"))
-    .order_by(chunk.c.step0)
-    .limit(_CHUNKS_A_READ)
-)
-_TOTALS = select(
-    func.coalesce(func.sum(chunk.c.n), 0).label("num_points"),
-    func.min(chunk.c.step0).label("first_step"),
-    func.max(chunk.c.step1).label("last_step"),
-    func.min(chunk.c.min).label("min"),
-    func.max(chunk.c.max).label("max"),
-    func.coalesce(func.sum(chunk.c.num_nonfinite), 0).label("num_nonfinite"),
-).where(*_OF_SERIES)
-_SERIES_ROW = select(series).where(
-    series.c.run_id == bindparam("of_run"), series.c.series_id == bindparam("of_series")
-)
-_LOGS = (
-    select(
-        source.c.run_id, source.c.source_id, source.c.acked_seq, source.c.folded_seq, run.c.public_id,
-        run.c.rejected_records, func.count(frame.c.seq).label("num_frames"), func.min(frame.c.seq).label("lowest"),
-        func.max(frame.c.seq).label("highest"),
-    )
-    .join(run, run.c.run_id == source.c.run_id)
-    .outerjoin(frame, (frame.c.run_id == source.c.run_id) & (frame.c.source_id == source.c.source_id))
-    .group_by(
-        source.c.run_id, source.c.source_id, source.c.acked_seq, source.c.folded_seq, run.c.public_id,
-        run.c.rejected_records,
-    )
-)  # fmt: skip
 
 
 def stats(database: Database) -> StoreStats:
@@ -102,15 +85,23 @@ def stats(database: Database) -> StoreStats:
             num_points=_total(conn, chunk.c.n),
             num_frames=_count(conn, frame),
             num_alerts=_count(conn, alert),
+            num_details=_count(conn, detail),
+            num_dumps=_count(conn, dump),
+            num_thinned=_count(conn, run, run.c.thinned_s.is_not(None)),
+            num_purging=_count(conn, deleted_run, deleted_run.c.is_purged.is_(False)),
             log_bytes=_total(conn, func.length(frame.c.data)),
             chunk_bytes=_total(conn, blobs),
+            detail_bytes=_total(conn, func.length(detail.c.data)),
+            free_bytes=free_bytes(conn, database),
             file_bytes=_file_bytes(conn, database),
-            wal_bytes=_size(database.path.with_name(database.path.name + "-wal")) if database.path else 0,
+            wal_bytes=file_bytes(database.path.with_name(database.path.name + "-wal"))
+            if database.path
+            else 0,
         )
 
 
-def _count(conn: Connection, table: Table) -> int:
-    return int(conn.execute(select(func.count()).select_from(table)).scalar_one())
+def _count(conn: Connection, table: Table, *where: Any) -> int:
+    return int(conn.execute(select(func.count()).select_from(table).where(*where)).scalar_one())
 
 
 def _total(conn: Connection, expression: Any) -> int:
@@ -119,95 +110,66 @@ def _total(conn: Connection, expression: Any) -> int:
 
 def _file_bytes(conn: Connection, database: Database) -> int:
     if database.path is not None:
-        return _size(database.path)
+        return file_bytes(database.path)
     return int(conn.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def vacuum(database: Database, *, full: bool = False) -> int:
+    """Give space that deleting has freed back to the disk; returns how many bytes the files became smaller.
 
+    Without `full` in short transactions, beside a running server. `full` writes everything anew, holding everybody up:
+    on SQLite nobody else may use the file (the caller holds its lock).
 
-def check(database: Database) -> Iterator[Problem]:
-    """Everything that is wrong, as it is found; nothing: all is well.
-
-    Every chunk decodes (checksum), equals its summary and its row, and overlaps no other; every series agrees with
-    its chunks; every source's log holds what was acknowledged and is not folded. Raises `StoreUnavailable`.
+    Raises:
+        ConfigurationError: a SQLite file that was made without `auto_vacuum` needs `full` once.
+        StoreUnavailable: the disk is full (`full` needs as much space again), or the database does not answer.
     """
-    if database.is_sqlite:
-        yield from _check_file(database)
-    yield from _check_logs(database)
     with database.read() as conn:
-        rows = conn.execute(select(series, run.c.public_id).join(run, run.c.run_id == series.c.run_id)).all()
-    for row in rows:
-        yield from _check_series(database, series_from(row), row.public_id)
-
-
-def _check_file(database: Database) -> Iterator[Problem]:
+        before = _file_bytes(conn, database)
+    if database.path is None:
+        _vacuum_postgresql(database, full=full)
+    elif full:
+        _vacuum_file(database.path)
+    else:
+        _release_all(database)
     with database.read() as conn:
-        findings = conn.execute(text("PRAGMA quick_check(20)")).scalars().all()
-    for finding in findings:
-        if finding != "ok":
-            yield Problem(where=str(database.path), what=str(finding))
+        return before - _file_bytes(conn, database)
 
 
-def _check_logs(database: Database) -> Iterator[Problem]:
+def _vacuum_postgresql(database: Database, *, full: bool) -> None:
+    # VACUUM cannot run inside a transaction.
+    engine = create_engine(database.url, isolation_level="AUTOCOMMIT")
+    with database.translated("vacuumed"), engine.connect() as conn:
+        for table in metadata.sorted_tables:
+            conn.execute(text(f'VACUUM ({"FULL, " if full else ""}ANALYZE) "{table.name}"'))
+    engine.dispose()
+
+
+def _release_all(database: Database) -> None:
     with database.read() as conn:
-        rows = conn.execute(_LOGS).all()
-    for row in rows:
-        what = _log_problem(row)
-        if what:
-            yield Problem(where=f"run {row.public_id}, source {row.source_id}", what=what)
-
-
-def _log_problem(row: Row[Any]) -> str | None:
-    if row.folded_seq > row.acked_seq:
-        return f"folded up to {row.folded_seq}, but acknowledged only up to {row.acked_seq}"
-    if row.num_frames and row.lowest <= row.folded_seq:
-        return f"the log still holds record {row.lowest}, which is folded"
-    if row.num_frames and row.highest > row.acked_seq:
-        return f"the log holds record {row.highest}, which was never acknowledged"
-    # Refused records are acknowledged but not in the log; the run counts them.
-    missing = row.acked_seq - row.folded_seq - row.num_frames
-    if missing > row.rejected_records:
-        return f"{missing} records are acknowledged, not folded and not in the log; {row.rejected_records} were refused"
-    return None
-
-
-def _check_series(database: Database, one: Series, run_id: str) -> Iterator[Problem]:
-    rank = "" if one.rank is None else f", rank {one.rank}"
-    where = f"run {run_id}, {one.key}{rank}, attempt {one.attempt}"
-    find = {"of_run": one.run_key, "of_series": one.series_id}
+        mode = int(conn.execute(text("PRAGMA auto_vacuum")).scalar_one())
+    if mode != _INCREMENTAL:
+        raise ConfigurationError(
+            f"the file {database.path} cannot shrink in small steps: another program made it so.",
+            remedy="Stop the server and run `gradiometer db vacuum --full` once.",
+        )
+    while release_batch(database, keep_pages=0):
+        pass
     with database.read() as conn:
-        totals, row = conn.execute(_TOTALS, find).one(), conn.execute(_SERIES_ROW, find).one()
-    for name in ("num_points", "first_step", "last_step", "num_nonfinite"):
-        if getattr(row, name) != getattr(totals, name):
-            what = f"its row says {name} {getattr(row, name)}, its chunks say {getattr(totals, name)}"
-            yield Problem(where=where, what=what)
-    for name in ("min", "max"):
-        if unpack_float(getattr(row, name)) != getattr(totals, name):
-            yield Problem(where=where, what=f"its row and its chunks differ in {name}")
-    yield from _check_chunks(database, one, where)
+        conn.execute(text("PRAGMA wal_checkpoint(TRUNCATE)"))
 
 
-def _check_chunks(database: Database, one: Series, where: str) -> Iterator[Problem]:
-    after, end = -1, -1
-    while True:
-        with database.read() as conn:
-            rows = conn.execute(
-                _CHUNKS, {"of_run": one.run_key, "of_series": one.series_id, "after": after}
-            ).all()
-        for row in rows:
-            block = Block(**row._mapping)
-            if block.step0 <= end:
-                yield Problem(
-                    where=f"{where}, chunk at step {block.step0}", what=f"overlaps the one that ends at {end}"
-                )
-            what = problem_of(block, one.width)
-            if what:
-                yield Problem(where=f"{where}, chunk at step {block.step0}", what=what)
-            after, end = block.step0, max(end, block.step1)
-        if len(rows) < _CHUNKS_A_READ:
-            return
+def _vacuum_file(path: Path) -> None:
+    try:
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            connection.execute(f"PRAGMA auto_vacuum = {_INCREMENTAL}")
+            connection.execute("VACUUM")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.Error as error:
+        raise StoreUnavailable(
+            f"the database {path} cannot be vacuumed: {error}.",
+            remedy="End other programs that use it; its folder needs as much free space as the file is large.",
+        ) from error
 
 
 def backup(database: Database, path: Path) -> None:
@@ -219,7 +181,9 @@ def backup(database: Database, path: Path) -> None:
     """
     if database.path is None:
         raise ConfigurationError(
-            "PostgreSQL is not backed up by Gradiometer.", remedy=f"Use pg_dump on {database.name}."
+            "PostgreSQL brings its own tools for backups; Gradiometer copies only SQLite files.",
+            remedy=f"While the server runs: pg_dump --format=custom --file={path} '{_for_tools(database)}'; pg_restore "
+            "brings it back. Both take the password from PGPASSWORD or ~/.pgpass.",
         )
     if not database.path.exists():
         raise ConfigurationError(
@@ -237,6 +201,11 @@ def backup(database: Database, path: Path) -> None:
             f"the backup to {path} failed: {error}.",
             remedy="Check that its folder exists, is writable and has space.",
         ) from error
+
+
+def _for_tools(database: Database) -> str:
+    """The URL as PostgreSQL's own programs read it, without the password."""
+    return database.url.set(drivername="postgresql", password=None).render_as_string()
 
 
 def _copy(origin: Path, target: Path) -> None:

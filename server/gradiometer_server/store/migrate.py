@@ -79,14 +79,26 @@ def downgrade(database: Database, revision: str) -> None:
             command.downgrade(config, revision)
 
 
-def require_tables(database: Database) -> None:
-    """Refuse a database that no migration was ever applied to; raises `ConfigurationError`, `StoreUnavailable`."""
+def require_tables(database: Database, *, current: bool) -> None:
+    """Refuse a database without tables or from a newer version; `current`: also one that is not migrated yet.
+
+    Raises:
+        ConfigurationError, StoreUnavailable.
+    """
     with database.read() as conn:
         found = current_revision(conn)
+        config = alembic_config(conn)
+    _refuse_newer(database, config, found)
     if found is None:
         raise ConfigurationError(
             f"the database {_place(database)} holds no tables of Gradiometer.",
             remedy="Name the one that the server uses; a server makes its tables at its first start.",
+        )
+    head = ScriptDirectory.from_config(config).get_current_head()
+    if current and found != head:
+        raise ConfigurationError(
+            f"the database {_place(database)} is at revision {found}; this version needs {head}.",
+            remedy="Start the server once, or run `gradiometer db upgrade`, after a backup.",
         )
 
 

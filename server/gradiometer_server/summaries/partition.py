@@ -9,7 +9,7 @@ Shape letters: N points, M points of one part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -64,11 +64,12 @@ def split(steps_N: NDArray[np.int64], capacity: int, *, shift: int) -> list[slic
     return left + [slice(part.start + cut, part.stop + cut) for part in right]
 
 
-def place(spans: Sequence[Span], steps_N: NDArray[np.int64]) -> list[Part]:
+def place(spans: Sequence[Span], steps_N: NDArray[np.int64], *, closed: Collection[int] = ()) -> list[Part]:
     """Which chunk's interval takes each of the rising new steps, or which empty interval, in order.
 
     `spans` are consecutive chunks, rising, up to the last one of the series. Where the series has earlier chunks that
-    are not among them, the first two spans must begin at or before the first new step.
+    are not among them, the first two spans must begin at or before the first new step. Spans that begin at `closed` take
+    no points in; no step may lie inside one.
     """
     begins = np.fromiter((span.step0 for span in spans), np.int64, len(spans))
     parts: list[Part] = []
@@ -76,7 +77,7 @@ def place(spans: Sequence[Span], steps_N: NDArray[np.int64]) -> list[Part]:
     while begin < len(steps_N):
         step = int(steps_N[begin])
         after = int(np.searchsorted(begins, step, side="right"))
-        span, shift = _interval(spans, step, after)
+        span, shift = _interval(spans, step, after, closed)
         high = ((step >> shift) + 1) << shift
         end = int(np.searchsorted(steps_N, high))
         parts.append(Part(span=span, shift=shift, begin=begin, end=end))
@@ -84,35 +85,20 @@ def place(spans: Sequence[Span], steps_N: NDArray[np.int64]) -> list[Part]:
     return parts
 
 
-def beside(
-    steps_N: NDArray[np.int64], spans: Sequence[Span], closed: Sequence[int]
-) -> tuple[NDArray[np.bool_], list[Part]]:
-    """As `place`, where the spans that begin at `closed` take no points in.
-
-    Returns which of the rising steps (N,) lie in none of these, and where these go. What lies before or after a closed
-    span makes chunks of its own, on either side of it.
-    """
+def outside(steps_N: NDArray[np.int64], spans: Sequence[Span], closed: Collection[int]) -> NDArray[np.bool_]:
+    """Which of the steps (N,) lie in none of the spans that begin at `closed`."""
     kept_N = np.ones(len(steps_N), np.bool_)
     for span in spans:
         if span.step0 in closed:
             kept_N &= (steps_N < span.step0) | (steps_N > span.step1)
-    left = steps_N[kept_N]
-    parts: list[Part] = []
-    for part in place(spans, left):
-        span = None if part.span is None else spans[part.span]
-        if span is None or span.step0 not in closed:
-            parts.append(part)
-            continue
-        cut = int(np.searchsorted(left, span.step0))
-        for begin, end in ((part.begin, cut), (cut, part.end)):
-            if begin < end:
-                parts.append(Part(span=None, shift=part.shift, begin=begin, end=end))
-    return kept_N, parts
+    return kept_N
 
 
-def _interval(spans: Sequence[Span], step: int, after: int) -> tuple[int | None, int]:
+def _interval(
+    spans: Sequence[Span], step: int, after: int, closed: Collection[int]
+) -> tuple[int | None, int]:
     for index in (after - 1, after):
-        if 0 <= index < len(spans):
+        if 0 <= index < len(spans) and spans[index].step0 not in closed:
             shift = _free_shift(spans, index - 1, index + 1, spans[index].step0, spans[index].step1)
             if step >> shift == spans[index].step0 >> shift:
                 return index, shift
