@@ -30,6 +30,7 @@ from gradiometer_server.api.layers import layers_router
 from gradiometer_server.api.page import page
 from gradiometer_server.api.paths import PathMiddleware
 from gradiometer_server.api.reads import Reads
+from gradiometer_server.api.requests import RequestMiddleware
 from gradiometer_server.api.ring import ring_router
 from gradiometer_server.api.ring_reads import RingReads
 from gradiometer_server.api.runs import runs_router
@@ -230,6 +231,7 @@ def _add_middleware(app: FastAPI, settings: Settings, clock: Clock) -> None:
         ingest_path=f"{API_PREFIX}/ingest",
         max_ingest_bytes=wire.MAX_MESSAGE_BYTES,
     )
+    app.add_middleware(RequestMiddleware)
     if settings.token is not None:
         app.add_middleware(
             AuthMiddleware, sessions=Sessions(settings.token, clock), path_prefix=settings.path_prefix

@@ -1,5 +1,6 @@
 """The built page: files of `static/`, and `index.html` for every path that the page routes by itself.
 
+For any other path without a file's ending `index.html` is the body of a 404, because the page says best what there is.
 Names with a hash never change and are cached for good; everything else is asked for again. The build leaves `.br`
 and `.gz` files beside each file, so nothing is compressed per request.
 """
@@ -21,6 +22,8 @@ NOT_BUILT: Final = (
     "The page is not built: run `npm ci && npm run build` in web/ (or `pip install -e .`), then reload.\n"
 )
 
+_ROUTES: Final = re.compile(r"/(?:index\.html|runs(?:/.*)?)?", re.DOTALL)
+"""As in `web/src/router.ts`."""
 _HASHED = re.compile(r"[-.](?:[A-Z0-9]{8}|(?=[a-f]*[0-9])[0-9a-f]{8,64})\.")
 _REFUSED = re.compile(r";\s*q=0(\.0*)?\s*$")
 _ENCODINGS: Final = (("br", ".br"), ("gzip", ".gz"))
@@ -51,10 +54,10 @@ def respond(root: Path, path: str, accept_encoding: str) -> Response:
     file = _find(root, path)
     if file is not None:
         return _file(file, accept_encoding)
-    last = path.rsplit("/", 1)[-1]
-    if "." in last and not path.startswith("/runs/"):
+    is_route = _ROUTES.fullmatch(path) is not None
+    if "." in path.rsplit("/", 1)[-1] and not is_route:
         raise HTTPException(404)
-    return _file(root / "index.html", accept_encoding)
+    return _file(root / "index.html", accept_encoding, status=200 if is_route else 404)
 
 
 def _find(root: Path, path: str) -> Path | None:
@@ -67,7 +70,7 @@ def _find(root: Path, path: str) -> Path | None:
         return None
 
 
-def _file(file: Path, accept_encoding: str) -> Response:
+def _file(file: Path, accept_encoding: str, status: int = 200) -> Response:
     media_type = (
         _MEDIA_TYPES.get(file.suffix) or mimetypes.guess_type(file.name)[0] or "application/octet-stream"
     )
@@ -81,7 +84,6 @@ def _file(file: Path, accept_encoding: str) -> Response:
     for encoding, suffix in _ENCODINGS:
         packed = file.with_name(file.name + suffix)
         if encoding in accepted and packed.is_file():
-            return FileResponse(
-                packed, media_type=media_type, headers=headers | {"Content-Encoding": encoding}
-            )
-    return FileResponse(file, media_type=media_type, headers=headers)
+            headers["Content-Encoding"] = encoding
+            return FileResponse(packed, status, headers, media_type=media_type)
+    return FileResponse(file, status, headers, media_type=media_type)

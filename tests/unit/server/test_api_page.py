@@ -37,8 +37,8 @@ def body_of(response: Response) -> str:
         "/runs/abc",
         "/runs/v1.2",
         "/runs/a/b",
-        "/alerts",
-        "/settings/x",
+        "/runs",
+        "/runs/",
         "/runs/" + "\u4e2d" * 128,
         "/runs/" + "x" * 5000,
     ],
@@ -47,7 +47,14 @@ def test_pages_get_the_index_and_never_a_cached_one(built: Path, path: str) -> N
     response = respond(built, path, "")
     assert body_of(response) == "index.html"
     assert response.headers["cache-control"] == "no-cache"
-    assert response.media_type == "text/html"
+    assert (response.status_code, response.media_type) == (200, "text/html")
+
+
+@pytest.mark.parametrize("path", ["/alerts", "/settings/x", "/metrics", "/run", "/runsx", "/index", "//"])
+def test_a_page_that_there_is_not_is_told_by_the_page_and_by_the_status(built: Path, path: str) -> None:
+    response = respond(built, path, "")
+    assert body_of(response) == "index.html"
+    assert (response.status_code, response.headers["cache-control"]) == (404, "no-cache")
 
 
 @pytest.mark.parametrize(
