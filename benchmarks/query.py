@@ -52,8 +52,8 @@ def questions(size: data.Size) -> list[Question]:
     many = [{"run": name, "metric": data.LOSS} for name in data.compared(size)]
     whole = {"series": long, "buckets": 2000}
     zoom = {"series": long, "buckets": 2000, "from": steps // 2, "to": steps // 2 + steps // 100}
-    latest = urlencode({"metric": data.LOSS, "limit": 1000, "search": "listed"})
-    ten = urlencode([("metric", f"group{n % 20}/metric_{n:04}") for n in range(2, 12)])
+    latest = urlencode({"metrics": data.LOSS, "limit": 1000, "search": "listed"})
+    ten = urlencode([("metrics", f"group{n % 20}/metric_{n:04}") for n in range(2, 12)])
     return [
         Question(name="1,000,000 steps to 2,000 buckets", path="/series/query", body=whole, goal_ms=(15, 50), check=_has_points(900, steps)),
         Question(name="1 % zoom of it", path="/series/query", body=zoom, goal_ms=(10, 40), check=_has_points(900, steps // 100)),

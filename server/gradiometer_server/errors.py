@@ -4,6 +4,7 @@ GradiometerError
 ├── ConfigurationError      wrong settings: port in use, unwritable path, missing token, newer database
 ├── NotFound                a run, metric, alert that does not exist
 ├── InvalidRequest          a caller's request that cannot be answered; names the field
+├── NotAcceptable           an answer in a form that this server cannot give
 ├── Conflict                a request that does not fit the state that things are in
 ├── ProtocolError           an agent broke the wire protocol (see ingest/session.py)
 └── StoreUnavailable        the database refuses writes for now (disk full, connection lost); retry later
@@ -49,6 +50,12 @@ class InvalidRequest(GradiometerError):
     def __init__(self, message: str, *, field: str | None = None, remedy: str = "") -> None:
         self.field = field
         super().__init__(message, remedy=remedy)
+
+
+class NotAcceptable(GradiometerError):
+    """An answer was asked for in a form that this server cannot give."""
+
+    code = "not_acceptable"
 
 
 class Conflict(GradiometerError):

@@ -42,6 +42,7 @@ from gradiometer_server.api.security import (
 )
 from gradiometer_server.api.series import series_router
 from gradiometer_server.api.series_reads import SeriesReads
+from gradiometer_server.api.summaries import SummaryReads, summaries_router
 from gradiometer_server.api.views import alert_view
 from gradiometer_server.clock import Clock, SystemClock
 from gradiometer_server.domain.live import LiveUpdate
@@ -208,9 +209,10 @@ def _add_routes(app: FastAPI, parts: _Parts) -> None:
     api.include_router(runs_router(parts.reads))
     api.include_router(edits_router(parts.reads, parts.changes))
     api.include_router(housekeeping_router(parts.keeper))
+    api.include_router(summaries_router(SummaryReads(parts.reads)))
     api.include_router(alerts_router(parts.reads))
     series_reads = SeriesReads(parts.reads)
-    api.include_router(series_router(series_reads))
+    api.include_router(series_router(parts.reads, series_reads))
     api.include_router(layers_router(series_reads))
     api.include_router(ring_router(RingReads(parts.reads)))
     api.include_router(histograms_router(HistogramReads(parts.reads)))

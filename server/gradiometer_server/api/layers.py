@@ -7,9 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from gradiometer_server.api.answers import RunId, answer
+from gradiometer_server.api import arrow
+from gradiometer_server.api.answers import Accept, RunId, answer
 from gradiometer_server.api.schemas import MAX_COLUMNS, LayerFlow, LayerMap, Statistic, Step
-from gradiometer_server.api.series_reads import SeriesReads
+from gradiometer_server.api.series_reads import Reduce, SeriesReads
 
 
 def layers_router(reads: SeriesReads) -> APIRouter:
@@ -23,9 +24,13 @@ def layers_router(reads: SeriesReads) -> APIRouter:
         from_: Annotated[Step | None, Query(alias="from", description="first step, inclusive")] = None,
         to: Annotated[Step | None, Query(description="last step, inclusive")] = None,
         columns: Annotated[int, Query(ge=1, le=MAX_COLUMNS, description="at most this many columns")] = 1000,
+        reduce: Annotated[Reduce, Query(description="what a cell shows of its finite values")] = "max",
+        accept: Accept = None,
     ) -> Response:
         """Layers x steps of one statistic. A run without layer statistics is answered with no layers."""
-        return answer(reads.layers(run, statistic, from_, to, columns))
+        as_arrow = arrow.is_wanted(accept)
+        cells = reads.layers(run, statistic, from_, to, columns, reduce)
+        return cells.arrow() if as_arrow else answer(cells.json())
 
     @router.get("/runs/{run}/layers/flow", response_model=LayerFlow)
     def get_flow(

@@ -24,6 +24,7 @@ from gradiometer_server.errors import (
     Conflict,
     GradiometerError,
     InvalidRequest,
+    NotAcceptable,
     NotFound,
     ProtocolError,
     StoreUnavailable,
@@ -38,6 +39,7 @@ MAX_BODY_BYTES: Final = 1024 * 1024
 _STATUS: Final[dict[type[GradiometerError], int]] = {
     NotFound: 404,
     InvalidRequest: 422,
+    NotAcceptable: 406,
     Conflict: 409,
     ProtocolError: 400,
     StoreUnavailable: 503,

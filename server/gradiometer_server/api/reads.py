@@ -11,7 +11,9 @@ from gradiometer_server.api.views import Json, alert_view, detail_view, run_view
 from gradiometer_server.clock import Clock
 from gradiometer_server.errors import NotFound, StoreUnavailable
 from gradiometer_server.store import alerts, dumps, migrate, run_rows, runs, series
+from gradiometer_server.store.charts import ChartReader
 from gradiometer_server.store.database import Database
+from gradiometer_server.store.points import PointReader
 from gradiometer_server.store.query import SeriesReader, Tails
 
 LastStep = Callable[[int], int | None]
@@ -36,6 +38,8 @@ class Reads:
         self._latest: Latest = _nothing
         self._last_step: LastStep = _no_step
         self._series: SeriesReader | None = None
+        self._charts: ChartReader | None = None
+        self._points: PointReader | None = None
 
     def open(self, database: Database, *, tails: Tails, latest: Latest, last_step: LastStep) -> None:
         """Begin to answer; `database` is migrated, the rest is the fold's."""
@@ -43,6 +47,7 @@ class Reads:
             self._revision = migrate.current_revision(conn)
         self._database, self._latest, self._last_step = database, latest, last_step
         self._series = SeriesReader(database, tails)
+        self._charts, self._points = ChartReader(database, tails), PointReader(database, tails)
 
     @property
     def database(self) -> Database:
@@ -57,6 +62,20 @@ class Reads:
         if self._series is None:
             raise _not_open()
         return self._series
+
+    @property
+    def charts(self) -> ChartReader:
+        """Draws lines; raises `StoreUnavailable` before the start is done."""
+        if self._charts is None:
+            raise _not_open()
+        return self._charts
+
+    @property
+    def points(self) -> PointReader:
+        """Reads exact points; raises `StoreUnavailable` before the start is done."""
+        if self._points is None:
+            raise _not_open()
+        return self._points
 
     def check_ready(self) -> str:
         """The database's revision; raises `StoreUnavailable` when it does not answer or is not this version's."""
@@ -73,7 +92,7 @@ class Reads:
         self,
         *,
         project: str | None,
-        state: runs.State | None,
+        state: run_rows.State | None,
         search: str | None,
         limit: int,
         cursor: str | None,
@@ -92,6 +111,18 @@ class Reads:
                 metrics=metrics,
             )
         return {"runs": [self._view(row, metrics) for row in page.runs], "next_cursor": page.next_cursor}
+
+    def latest(
+        self, metrics: Collection[str], *, project: str | None, state: run_rows.State | None, search: str | None, limit: int,
+        cursor: str | None,
+    ) -> Json:  # fmt: skip
+        """A page of runs, newest first, with the latest values of these metrics and little else."""
+        page = self.runs(
+            project=project, state=state, search=search, limit=limit, cursor=cursor, metrics=metrics
+        )
+        kept = ("id", "name", "project", "state", "last_step")
+        rows = [{**{name: run[name] for name in kept}, "values": run["latest"]} for run in page["runs"]]
+        return {"runs": rows, "next_cursor": page["next_cursor"]}
 
     def run(self, run_id: str) -> Json:
         """One run, as it stands in a list. Raises `NotFound`."""
@@ -132,15 +163,16 @@ class Reads:
         with self.database.read() as conn:
             return self._key(conn, run_id)
 
-    def find_key(self, run_id: str) -> int | None:
-        """Storage key of a run, None if there is none."""
-        try:
-            return self.key(run_id)
-        except NotFound:
-            return None
+    def keys(self, run_ids: Collection[str]) -> Mapping[str, int]:
+        """Storage keys of those of the runs that exist."""
+        with self.database.read() as conn:
+            return run_rows.find_keys(conn, run_ids)
 
     def _key(self, conn: Connection, run_id: str) -> int:
-        return runs.get_run(conn, run_id, self._clock.now_s()).run_key
+        found = run_rows.find_keys(conn, [run_id])
+        if run_id not in found:
+            raise NotFound("run", run_id)
+        return found[run_id]
 
     def _view(self, row: run_rows.RunRow, metrics: Collection[str] | None = None) -> Json:
         newest = self._latest(row.run_key, metrics)

@@ -16,8 +16,6 @@ from gradiometer_server.domain.folded import LAYER_STATISTICS
 Number = float | Literal["NaN", "Infinity", "-Infinity"] | None
 """A float; not finite: a string; null: absent."""
 
-MAX_SERIES = 200
-MAX_BUCKETS = 5000
 MAX_COLUMNS = 4000
 MAX_PAGE = 1000
 MAX_NAMES = 50
@@ -165,60 +163,6 @@ class MetricList(_Answer):
     metrics: list[Metric]
 
 
-class SeriesRef(BaseModel):
-    """Which series to draw."""
-
-    model_config = ConfigDict(extra="forbid")
-    run: str = Field(min_length=1, max_length=128, description="run id")
-    metric: str = Field(min_length=1, max_length=500)
-    rank: int | None = Field(default=None, ge=0, description="null: merged over ranks")
-    attempt: int | None = Field(
-        default=None, ge=1, description="ordinal; null: the line over all of them, where the newest wins"
-    )
-
-
-class SeriesQuery(BaseModel):
-    """A batch of series over one range of steps."""
-
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-    series: list[SeriesRef] = Field(min_length=1, max_length=MAX_SERIES)
-    from_: Step | None = Field(default=None, alias="from", description="first step, inclusive")
-    to: Step | None = Field(default=None, description="last step, inclusive")
-    buckets: int = Field(default=1000, ge=1, le=MAX_BUCKETS, description="at most this many buckets")
-
-
-class Points(_Answer):
-    """Columns of equal length, one entry per bucket; mean, min and max are over finite values, null without any."""
-
-    step: list[int] = Field(description="first step of the bucket that has a point")
-    count: list[int] = Field(description="points with a finite value")
-    mean: list[Number]
-    min: list[Number]
-    max: list[Number]
-    nan: list[int] = Field(description="points that are NaN")
-    pos_inf: list[int]
-    neg_inf: list[int]
-
-
-class SeriesAnswer(_Answer):
-    """One series, as asked for and in the order asked for."""
-
-    run: str
-    metric: str
-    rank: int | None
-    bucket_width: int = Field(description="steps per bucket, a power of two; 1: raw points")
-    first_step: int | None = Field(description="of the whole series, not of the range")
-    last_step: int | None
-    points: Points
-    error: str | None = Field(default=None, description="why this series is empty, e.g. an unknown metric")
-
-
-class SeriesAnswers(_Answer):
-    """Answer to a `SeriesQuery`."""
-
-    series: list[SeriesAnswer]
-
-
 class LayerMap(_Answer):
     """Layers x steps of one statistic."""
 
@@ -226,8 +170,11 @@ class LayerMap(_Answer):
     layers: list[str] = Field(description="depth order, input side first")
     bucket_width: int
     steps: list[int] = Field(description="first step of each column")
+    reduce: Literal["max", "min", "mean"] = Field(
+        default="max", description="what of its values a cell shows"
+    )
     values: list[list[Number]] = Field(
-        description="per layer, per column: the maximum over finite values; null: absent"
+        description="per layer, per column: the maximum (or `reduce`) over finite values; null: absent"
     )
     nonfinite: list[tuple[int, int, int]] = Field(description="[layer index, column index, count]")
     first_step: int | None

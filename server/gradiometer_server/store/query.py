@@ -18,7 +18,7 @@ from sqlalchemy import Connection, bindparam, func, select
 from gradiometer_server.domain.folded import Layout
 from gradiometer_server.domain.names import LAYER_PREFIX
 from gradiometer_server.domain.series import Buckets, Tail
-from gradiometer_server.errors import Conflict, InvalidRequest
+from gradiometer_server.errors import InvalidRequest
 from gradiometer_server.store.charts import Tails, no_such_metric
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.fetching import Wish, fetch_all, fetch_last, widest
@@ -34,6 +34,7 @@ from gradiometer_server.store.pieces import (
     make_piece,
     points_of,
 )
+from gradiometer_server.store.points import refuse_thinned
 from gradiometer_server.store.series import list_layouts, list_series, series_row_from
 from gradiometer_server.store.tables import series, source
 from gradiometer_server.summaries import buckets as bucketing
@@ -129,6 +130,12 @@ class SeriesReader:
 
         Layers of earlier attempts are matched by name. Raises as `query`.
         """
+        return self.layers_of(run_key, statistic, first, last, columns)[:2]
+
+    def layers_of(
+        self, run_key: int, statistic: str, first: int | None, last: int | None, columns: int
+    ) -> tuple[Layout, Buckets, int | None, int | None]:
+        """As `layers`, with the first and last step of the whole statistic."""
         _check(first, last, columns)
         tails = self._tails(run_key)
         with self._database.read() as conn:
@@ -141,7 +148,7 @@ class SeriesReader:
             to = places(layouts[layout_id_of(one.piece)], common)
             parts.extend(spread(part, to, len(common.names)) for part in buckets_of(one, width))
         found = bucketing.merge(parts, width) if parts else bucketing.empty(width, len(common.names))
-        return common, found
+        return common, found, *extent(pieces)
 
     def layer_statistics_at(self, run_key: int, step: int | None = None) -> LayersAt:
         """All layer statistics at the last step <= `step` (None: the newest).
@@ -212,16 +219,6 @@ def _check(first: int | None, last: int | None, buckets: int) -> None:
 def _clip(step: int | None, otherwise: int) -> int:
     """A step that every engine can compare with: callers may name any number."""
     return otherwise if step is None else min(max(step, -1), _MAX_STEP)
-
-
-def refuse_thinned(fetched: Iterable[Fetched]) -> None:
-    """Raises `Conflict` where some of the points that were asked for are no longer there."""
-    if any(one.summaries for one in fetched):
-        raise Conflict(
-            "raw points of that range were dropped to save space; their extremes and counts are kept.",
-            code="points_dropped",
-            remedy="Ask /series/query for buckets, or for a later range.",
-        )
 
 
 def _line(

@@ -97,6 +97,7 @@ _SOURCES = (
     select(source).where(source.c.run_id == bindparam("run_key")).order_by(source.c.attempt, source.c.rank)
 )
 _RUN = select(run).where(run.c.run_id == bindparam("run_key"))
+_PUBLIC_IDS = select(run.c.run_id, run.c.public_id).where(run.c.run_id.in_(bindparam("keys", expanding=True)))
 _RUNNING = select(run.c.public_id).where(
     run.c.outcome == "open", run.c.heartbeat_s >= bindparam("heard_since_s")
 )
@@ -203,6 +204,13 @@ def list_runs(
     )
 
 
+def find_keys(conn: Connection, run_ids: Collection[str]) -> dict[str, int]:
+    """Storage keys of those of the runs with these public ids that exist."""
+    keys = {run_key(run_id): run_id for run_id in run_ids}
+    rows = conn.execute(_PUBLIC_IDS, {"keys": list(keys)})
+    return {row.public_id: row.run_id for row in rows if keys[row.run_id] == row.public_id}
+
+
 def list_running(conn: Connection, now_s: float) -> frozenset[str]:
     """Public ids of all runs that are running."""
     rows = conn.execute(_RUNNING, {"heard_since_s": now_s - LOST_AFTER_S})
@@ -277,9 +285,7 @@ def _rows(
     ]
 
 
-def _latest_rows(
-    conn: Connection, keys: Mapping[str, Any], metrics: Collection[str] | None
-) -> Sequence[Any]:
+def _latest_rows(conn: Connection, keys: Mapping[str, Any], metrics: Collection[str] | None) -> Sequence[Any]:
     if metrics is None:
         return conn.execute(_LATEST, keys).all()
     return conn.execute(_LATEST_OF, {**keys, "names": list(metrics)}).all() if metrics else ()
