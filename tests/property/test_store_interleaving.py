@@ -2,8 +2,8 @@
 
 What varies: worlds of 1 to 4 ranks that join while the run goes on and leave it (in order, or killed); up to three
 attempts over the same steps, told in any order; several schemas, also declared in the middle; frames of one or many
-steps with gaps; batches sent twice; restarts before the fold, after it, in the middle of a flush and after it. Values
-are hostile: NaN payloads, infinities, -0.0, subnormals, 1e308.
+steps with gaps; steps that are told again before the next one; batches sent twice; restarts before the fold, after it,
+in the middle of a flush and after it. Values are hostile: NaN payloads, infinities, -0.0, subnormals, 1e308.
 """
 
 from __future__ import annotations
@@ -131,6 +131,9 @@ def said_by(world: World, rank: int, steps: tuple[int, ...], chance: random.Rand
     while place < len(steps):
         some = steps[place : place + chance.randint(1, 4)]
         said.append(frame(first, some, rank, chance))
+        for _ in range(chance.choice([0, 0, 0, 1, 3])):
+            # As a loop does that logs at every micro-batch: the last word on a step counts.
+            said.append(frame(first, some[-1:], rank, chance))
         if late is not None and place >= late_at:
             said.append(late)
             late_at, declared, late = len(steps) + 1, late, None

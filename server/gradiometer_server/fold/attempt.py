@@ -145,14 +145,15 @@ class AttemptFold:
     def show(self, now_s: float, *, all_lanes: bool = False) -> list[Folded]:
         """Whatever has become ready; `all_lanes` also forgets old cells of metrics that nobody reports any more."""
         ready: dict[int, dict[str, Cell[float]]] = {}
+        passed = self.mark.emit_below(now_s, {})
         for name in list(self._scalars) if all_lanes else list(self._waiting):
             lane = self._scalars[name]
-            for cell in lane.take_ready(self.mark, now_s):
+            for cell in lane.take_ready(self.mark, now_s, passed):
                 ready.setdefault(cell.step, {})[name] = cell
             if not lane.is_waiting:
                 self._waiting.pop(name, None)
         items: list[Folded] = [self._merge_scalars(step, cells) for step, cells in sorted(ready.items())]
-        for layers in self._layers.take_ready(self.mark, now_s):
+        for layers in self._layers.take_ready(self.mark, now_s, passed):
             items += self._show_layers(layers.step, self.times.of(layers.step), layers.by_rank)
         return items
 

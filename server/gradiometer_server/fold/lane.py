@@ -74,14 +74,15 @@ class Lane(Generic[V]):
         cell = self._cells.get(step)
         return None if cell is None else cell.by_rank.get(rank)
 
-    def take_ready(self, mark: Watermark, now_s: float) -> list[Cell[V]]:
+    def take_ready(self, mark: Watermark, now_s: float, passed: int) -> list[Cell[V]]:
         """Cells that can be shown now and were not since their last change, by step; then forgets what is done.
 
         A cell can be shown when it is complete, of one rank alone, or passed by every live rank. It is done when
-        every rank has delivered or passed it; incomplete ones go when too many are held, shown or not.
+        every rank has passed it; incomplete ones go when too many are held, shown or not.
 
-        Where ranks say a step in several pieces (`is_whole`), to have delivered all pieces known by now is not enough: a
-        piece that nobody has heard of may come until the rank speaks of a later step, or falls silent.
+        To have delivered is not enough: a rank may say a step again, and its last word counts, until it speaks of a
+        later step of whatever it reports (`passed`: below this every live rank does), or falls silent. Where ranks say a
+        step in several pieces (`is_whole`), one that nobody has heard of may come until they do so in this lane.
         """
         bound = mark.emit_below(now_s, self._progress())
         lone = self._shows_lone and len(self.declared) == 1
@@ -91,7 +92,7 @@ class Lane(Generic[V]):
             if lone or step < bound or self._is_complete(self._cells[step], mark)
         ]
         self._fresh.difference_update(cell.step for cell in shown)
-        return shown + self._release(mark, bound)
+        return shown + self._release(mark, bound, passed if self._is_whole is None else bound)
 
     def _is_complete(self, cell: Cell[V], mark: Watermark) -> bool:
         if len(cell.by_rank) < mark.world_size:
@@ -99,22 +100,18 @@ class Lane(Generic[V]):
         whole = self._is_whole
         return whole is None or all(whole(rank, value) for rank, value in cell.by_rank.items())
 
-    def _is_over(self, cell: Cell[V], mark: Watermark, bound: int) -> bool:
-        """Whether nothing more can come to a cell that not every rank has passed."""
-        return self._is_complete(cell, mark) and (self._is_whole is None or cell.step < bound)
-
     @property
     def is_waiting(self) -> bool:
         """Whether a cell is there that was not shown since its last change."""
         return bool(self._fresh)
 
-    def _release(self, mark: Watermark, bound: int) -> list[Cell[V]]:
+    def _release(self, mark: Watermark, bound: int, over: int) -> list[Cell[V]]:
         """Forget cells from the lowest step on, as far as they are done or too many; the latter may be unshown."""
         final = mark.final_below(self._progress())
         pushed_out: list[Cell[V]] = []
         while self._heap:
             cell, fresh = self._cells[self._heap[0]], self._heap[0] in self._fresh
-            done = not fresh and (cell.step < final or self._is_over(cell, mark, bound))
+            done = not fresh and (cell.step < final or (cell.step < over and self._is_complete(cell, mark)))
             crowded = not fresh and cell.step < bound and len(self._heap) > MAX_HELD
             if not (done or crowded or len(self._heap) > self.max_cells):
                 break
