@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gradiometer import environment, exits, launch, reports, resuming, settings, spool, values, wire
+from gradiometer.definitions import DefinesMetrics
 from gradiometer.delivery import Delivery
 from gradiometer.drops import Drops
 from gradiometer.feeder import Feeder
@@ -104,7 +105,7 @@ def current() -> Run | None:
     return _current
 
 
-class Run(Handle, RecordsBatches, AsksForHistograms):
+class Run(Handle, RecordsBatches, AsksForHistograms, DefinesMetrics):
     """One run as seen from one rank. Made by `init`.
 
     Without `watch` each `log` without a step is the step after the largest so far (from `start_step`). With `watch` the

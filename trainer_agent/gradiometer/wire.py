@@ -123,18 +123,9 @@ class Frame(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
 
 
 EventKind = Literal[
-    "exit",
-    "exception",
-    "marker",
-    "alert",
-    "unavailable",
-    "nonfinite_activation",
-    "dropped",
-    "message",
-    "environment",
-    "dump",
-    "check",
-]
+    "exit", "exception", "marker", "alert", "unavailable", "nonfinite_activation", "dropped", "message", "environment",
+    "dump", "check", "metric",
+]  # fmt: skip
 
 
 class Event(msgspec.Struct, frozen=True, tag="event", kw_only=True):
@@ -155,6 +146,8 @@ class Event(msgspec.Struct, frozen=True, tag="event", kw_only=True):
         check: check (stable id, e.g. "missing_zero_grad"), watch (name; "" for the first), title, text, advice,
             severity, metric (where it shows), count (int: times true so far), facts (numbers and names behind it): a
             mistake in the training loop that the agent can prove. Sent again at counts of 10, 100, ...
+        metric: name (or a pattern with `*`), summary (last | min | max | mean | best), goal (minimize | maximize | None),
+            step_metric: how the metric is to be summarised and over which other one it is drawn.
     """
 
     kind: EventKind

@@ -28,6 +28,7 @@ from gradiometer_server.fold.stored import LoadedRun, OwnerMemory, load_run, sta
 from gradiometer_server.fold.tail_set import TailSet
 from gradiometer_server.store import alerts, chunks, log, runs
 from gradiometer_server.store.database import Database
+from gradiometer_server.store.definitions import define_metric
 from gradiometer_server.store.details import SourceDetail, add_details
 from gradiometer_server.store.dumps import add_dump
 from gradiometer_server.store.series import ensure_layout
@@ -46,6 +47,7 @@ FLUSH_IDLE_S: Final = 10.0
 UNLOAD_IDLE_S: Final = 60.0
 _LATE: Final = "a rank reported a step so late that it could not be merged with the others any more"
 _TOO_MUCH_DETAIL: Final = "a rank sent more steps in full detail than a run may keep"
+_NO_DEFINITION: Final = "a definition of a metric is not valid, or is one too many"
 _REPLAY_BYTES: Final = 1024 * 1024
 """Read at once of one source: ranks are read in turns, so that none gets far ahead of the others."""
 
@@ -221,6 +223,9 @@ class RunOwner:
             runs.add_unavailable(conn, self._run_key, metric, reason)
         elif event.kind == "dump" and event.step is not None:
             add_dump(conn, self._run_key, source_id, event.step, event.time_s, attributes)
+        elif event.kind == "metric":
+            if not define_metric(conn, self._run_key, attributes):
+                runs.count_rejected(conn, self._run_key, 1, _NO_DEFINITION)
         elif event.kind == "dropped":
             reports = self._dropped.get(source_id, 0) + max(0, int(attributes.get("reports", 0)))
             # A sum beyond what a column holds would keep this run from ever being stored again.

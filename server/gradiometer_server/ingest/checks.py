@@ -307,6 +307,7 @@ _EVENT_ATTRIBUTES: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
     "dropped": {"reports": (int,), "reason": _OPTIONAL_TEXT},
     "message": {"text": (str,)},
     "environment": {"facts": (dict,)},
+    "metric": {"name": (str,), "summary": (str,), "goal": _OPTIONAL_TEXT, "step_metric": _OPTIONAL_TEXT},
     "check": {
         "check": (str,),
         "watch": _OPTIONAL_TEXT,
