@@ -176,11 +176,13 @@ def _on_axes(conn: Connection, jobs: Sequence[Job], chart: Chart) -> list[_Plan]
 def _bounds(line: Line, chart: Chart) -> tuple[float | None, float | None]:
     """The range in the values of the axis' own metric, a little wider: adding the origin rounds."""
     origin = chart.origin(line)
-    low = None if chart.first is None else chart.first + origin
-    high = None if chart.last is None else chart.last + origin
-    return None if low is None else low - 4 * math.ulp(low), None if high is None else high + 4 * math.ulp(
-        high
-    )
+    low = None if chart.first is None else chart.first + origin - _slack(chart.first, origin)
+    high = None if chart.last is None else chart.last + origin + _slack(chart.last, origin)
+    return low, high
+
+
+def _slack(end: float, origin: float) -> float:
+    return 4 * math.ulp(max(abs(end), abs(origin))) if origin else 0.0
 
 
 def draw(job: Job, reading: Reading, chart: Chart) -> Drawn:
