@@ -171,6 +171,30 @@ def test_copies_and_pickles_are_not_watched_and_need_no_agent(run):
     assert b"gradiometer" not in file.getvalue()
 
 
+@pytest.mark.parametrize("flight_recorder", [False, True])
+def test_a_copy_of_a_watched_model_can_be_saved_and_scripted_as_if_it_were_not(tmp_path, flight_recorder):
+    """The average of weights, the best model so far: kept as a copy, saved whole, loaded where there is no agent."""
+    model, optimizer = model_and_optimizer()
+    x = torch.ones(2, 4)
+    with gm.init(mode="offline", spool=tmp_path, flight_recorder=flight_recorder) as opened:
+        opened.watch(model, optimizer, forward=False)
+        steps(model, optimizer)
+        made = copy.deepcopy(model)
+        assert copy.deepcopy(made)(x).equal(model(x))
+        made = [made, pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(made))]
+        assert all(b"gradiometer" not in pickle.dumps(one) for one in [model, *made])
+        assert all(scripted_of(one)(x).equal(model(x)) for one in [model, *made])
+        assert all(one._forward_hooks for one in [model, *made]), "scripting takes no hooks away"
+        assert opened.step == 2
+    assert scripted_of(made[0])(x).equal(model(x)), "after the run, too"
+
+
+def scripted_of(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(model)
+
+
 def test_scripting_and_tracing_a_watched_model(run):
     model, optimizer = model_and_optimizer()
     x = torch.ones(2, 4)
@@ -183,7 +207,7 @@ def test_scripting_and_tracing_a_watched_model(run):
     assert torch.equal(traced(x), model(x))
     assert "min" not in str(traced.inlined_graph)
     steps(model, optimizer)
-    assert all(layer._forward_hooks for layer in model)
+    assert all(layer._forward_hooks for layer in model if isinstance(layer, nn.Linear))
     find = torch.jit._recursive.get_hook_stubs
     run.finish()
     assert torch.jit._recursive.get_hook_stubs is not find

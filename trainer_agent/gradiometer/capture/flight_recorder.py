@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from gradiometer import wire
-from gradiometer.capture import dump, forward, layout, scaling
+from gradiometer.capture import dump, forward, layout, scaling, scripting
 from gradiometer.capture.agreement import Agreement
 from gradiometer.capture.observer import StepScalars
 from gradiometer.flight import MAX_BATCHES, FlightDesk
@@ -60,7 +60,7 @@ class _RootHook:
         return (getattr, (contextlib.nullcontext(), "__exit__"))
 
     def __deepcopy__(self, _memo: Any) -> Any:
-        return _ignore
+        return scripting.left_behind()
 
 
 class _OutputHook(_RootHook):
@@ -72,10 +72,6 @@ class _OutputHook(_RootHook):
     def __call__(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
         if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._recorder.see_output(output)
-
-
-def _ignore(_module: torch.nn.Module, _args: Any, _kwargs: Any) -> None:
-    """The hook of a copied model: the run watches the original."""
 
 
 class FlightRecorder:
@@ -120,6 +116,7 @@ class FlightRecorder:
                 "the model is compiled: what its forward is called with is saved only if run.record_batch is called",
             )
         else:
+            scripting.hide(self, _RootHook)
             self._handles = [
                 model.register_forward_pre_hook(_RootHook(self), with_kwargs=True),
                 model.register_forward_hook(_OutputHook(self)),
@@ -318,6 +315,7 @@ class FlightRecorder:
 
     def close(self) -> None:
         """See `StepObserver`."""
+        scripting.show(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []

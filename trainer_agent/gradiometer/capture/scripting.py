@@ -1,11 +1,13 @@
 """Hides the agent's forward hooks from `torch.jit.script`, which would try to compile them and fail the user's call.
 
 Scripting compiles every forward hook it finds. `torch.jit._recursive.get_hook_stubs` is where it looks; where torch has
-no such function, nothing is patched, and a watched model cannot be scripted.
+no such function, nothing is patched, and a watched model cannot be scripted. A copy of a watched model has hooks that do
+nothing in the places of ours; they are hidden as well, and as long as the process lives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from typing import Any, Final
@@ -18,6 +20,33 @@ _users: Final[list[object]] = []
 _kinds: Final[set[type]] = set()
 _original: Any = None
 _patched: Any = None
+
+
+class LeftBehind:
+    """A hook that does nothing, in a copy of a watched model: the run watches the original."""
+
+    __slots__ = ()
+
+    def __call__(self, *_args: Any) -> None:
+        """Change nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A bound method of nullcontext takes what a hook takes and returns None. It is in every Python, so a copy that
+        # is saved whole (the average of weights, the best model so far) can be loaded where this package is not installed.
+        return (getattr, (contextlib.nullcontext(), "__exit__"))
+
+    def __deepcopy__(self, _memo: Any) -> LeftBehind:
+        return self
+
+
+_left_behind: Final = LeftBehind()
+
+
+def left_behind() -> LeftBehind:
+    """What a copy of a hook of ours is."""
+    if LeftBehind not in _kinds:
+        hide(_left_behind, LeftBehind)
+    return _left_behind
 
 
 def hide(user: object, kind: type) -> None:
@@ -52,7 +81,7 @@ def _without_ours(original: Any) -> Any:
         tables = (module._forward_hooks, module._forward_pre_hooks)
         before = [dict(hooks) for hooks in tables]
         for hooks in tables:
-            for key in [key for key, hook in hooks.items() if isinstance(hook, tuple(_kinds))]:
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                 del hooks[key]
         try:
             return original(module)
@@ -63,3 +92,10 @@ def _without_ours(original: Any) -> Any:
                 hooks.update(all_of_them)
 
     return get_hook_stubs
+
+
+def _is_ours(hook: Any) -> bool:
+    # A copy that was pickled has methods of nullcontext.
+    return isinstance(hook, tuple(_kinds)) or isinstance(
+        getattr(hook, "__self__", None), contextlib.nullcontext
+    )

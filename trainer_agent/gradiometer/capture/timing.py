@@ -57,11 +57,7 @@ class _PhaseHook:
         return (getattr, (contextlib.nullcontext(), "__exit__"))
 
     def __deepcopy__(self, _memo: Any) -> Any:
-        return _ignore
-
-
-def _ignore(_module: Any, *_args: Any) -> None:
-    """The hook of a copied model: the run watches the original."""
+        return scripting.left_behind()
 
 
 class HostPhases:
