@@ -20,10 +20,10 @@ def test_R30_a_call_without_a_step_costs_no_later_call_its_points(agent: Server)
             run.log({"a": float(index)})
             run.log({"b": float(index)}, step=index + 1)
         assert run.dropped == {}
+    shown = ended(agent, "mixed")
     assert points(agent, "mixed", "b") == [(index + 1, float(index)) for index in range(50)]
     # The documented rule: without `watch`, a call without a step is the step after the largest so far.
     assert [value for _, value in points(agent, "mixed", "a")] == [float(index) for index in range(50)]
-    shown = ended(agent, "mixed")
     assert (shown["rejected_records"], shown["dropped_reports"]) == (0, 0)
 
 
@@ -33,6 +33,7 @@ def test_R30_a_step_that_is_named_again_and_again_keeps_its_last_value(agent: Se
             run.log({"a": float(index)})
             run.log({"b": float(index)}, step=1)
         assert run.dropped == {}
+    ended(agent, "again")
     assert points(agent, "again", "b") == [(1, 49.0)]
     assert len(points(agent, "again", "a")) == 50
 
@@ -45,9 +46,10 @@ def test_R32_two_counters_in_one_run_do_not_disturb_each_other(agent: Server, or
     with gm.init(run_id=run_id) as run:
         for name, step in calls[order]:
             run.log({name: step / 8}, step=step)
+    shown = ended(agent, run_id)
     assert points(agent, run_id, "A") == [(step, step / 8) for step in range(8074)]
     assert points(agent, run_id, "B") == [(step, step / 8) for step in range(101)]
-    assert ended(agent, run_id)["rejected_records"] == 0
+    assert shown["rejected_records"] == 0
 
 
 def test_R33_mistakes_are_told_once_and_counted_where_everybody_sees_them(
@@ -120,6 +122,9 @@ def test_R52_any_name_comes_back_as_it_was_given(agent: Server) -> None:
     assert [(one["metric"], one["points"]["mean"]) for one in found] == [
         (name, [float(place)]) for place, name in enumerate(NAMES)
     ]
+    for place, name in enumerate(NAMES):
+        by_path = ask(agent, "GET", "/runs/names/points", params={"metric": name})
+        assert (by_path["metric"], by_path["points"]["value"]) == (name, [float(place)])
     latest = ask(agent, "GET", "/runs/names")["latest"]
     assert latest["val/AR@100"] == 0.0
 
@@ -136,6 +141,7 @@ def test_R52_a_name_that_cannot_be_is_refused_at_once_and_said(
         run.log({name: 1.0, "train/loss": 2.0}, step=1)
         assert sum(run.dropped.values()) == 1
     assert why in caplog.text
+    ended(agent, run_id)
     assert points(agent, run_id, "train/loss") == [(1, 2.0)], "those beside it are kept"
 
 
@@ -147,4 +153,7 @@ def test_R53_names_that_look_alike_are_series_of_their_own(agent: Server) -> Non
     ended(agent, "alike")
     assert set(metrics(agent, "alike")) == set(names)
     for place, name in enumerate(names):
-        assert points(agent, "alike", name) == [(step, place + step / 10) for step in range(3)]
+        expected = [place + step / 10 for step in range(3)]
+        assert points(agent, "alike", name) == list(enumerate(expected))
+        by_path = ask(agent, "GET", "/runs/alike/points", params={"metric": name})
+        assert (by_path["metric"], by_path["points"]["value"]) == (name, expected)
