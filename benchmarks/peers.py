@@ -8,7 +8,8 @@ from this environment with a real `gradiometer serve`. Per workload of `peers_wo
  - *blocked*: how long the training waits in the call of one step;
  - *values/s*: from the first call until a read through the tool's public interface returns the last value of the last run,
    with the run closed after its last step as a training does; CPU time of the training process and of the server;
- - *bytes per value*: files of the data, after the server is stopped where that is quick, less what they took empty;
+ - *bytes per value*: files of the data, after the server is stopped where that is quick, less what they took empty; and
+   once more after free pages were given back (`gradiometer db vacuum --full`, SQLite's VACUUM);
  - *reads*: one series as the tool's own page asks for it, and the last values of all series; median of five.
 Then the training process alone is killed (`SIGKILL`), at a steady pace and as fast as it goes: *lost* are values whose call
 had returned, less those that can be read afterwards.
@@ -298,8 +299,11 @@ class Benchmark:
         if tool.name != "mlflow":
             # Only then is SQLite's write-ahead log in the database itself.
             tool.stop()
-        num_bytes = tool.stored_bytes() - figures.pop("empty_bytes")
-        figures["bytes_per_value"] = round(num_bytes / given.num_values, 2)
+        empty_bytes = figures.pop("empty_bytes")
+        figures["bytes_per_value"] = round((tool.stored_bytes() - empty_bytes) / given.num_values, 2)
+        if tool.vacuum():
+            vacuumed = round((tool.stored_bytes() - empty_bytes) / given.num_values, 2)
+            figures["bytes_per_value_vacuumed"] = vacuumed
         self.rows.append(row | figures)
         print(json.dumps(self.rows[-1]), flush=True)
 
@@ -333,7 +337,10 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             entry["values_per_s_ratio"] = round(ours["values_per_s"] / fastest["values_per_s"], 2)
         if smallest is not None:
             entry["smallest_server_side_peer"] = f"{smallest['tool']} {smallest['mode']}".strip()
-            entry["bytes_per_value_ratio"] = round(ours["bytes_per_value"] / smallest["bytes_per_value"], 3)
+            for kind in ("bytes_per_value", "bytes_per_value_vacuumed"):
+                entry[f"{kind}_ratio"] = round(
+                    ours[kind] / smallest.get(kind, smallest["bytes_per_value"]), 3
+                )
         summary.append(entry)
     return summary
 
