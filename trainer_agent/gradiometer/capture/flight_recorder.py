@@ -60,7 +60,7 @@ class _RootHook:
         return (getattr, (contextlib.nullcontext(), "__exit__"))
 
     def __deepcopy__(self, _memo: Any) -> Any:
-        return scripting.left_behind()
+        return scripting.LeftBehind()
 
 
 class _OutputHook(_RootHook):

@@ -2,7 +2,7 @@
 
 Scripting compiles every forward hook it finds. `torch.jit._recursive.get_hook_stubs` is where it looks; where torch has
 no such function, nothing is patched, and a watched model cannot be scripted. A copy of a watched model has hooks that do
-nothing in the places of ours; they are hidden as well, and as long as the process lives.
+nothing in the places of ours; they are hidden as well, as long as such a copy lives.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from typing import Any, Final
 
 import torch
 
 _NAME: Final = "get_hook_stubs"
-_lock: Final = threading.Lock()
+# The garbage collector may end a copy's life in the middle of anything.
+_lock: Final = threading.RLock()
 _users: Final[list[object]] = []
 _kinds: Final[set[type]] = set()
 _original: Any = None
@@ -25,7 +27,12 @@ _patched: Any = None
 class LeftBehind:
     """A hook that does nothing, in a copy of a watched model: the run watches the original."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
+
+    def __init__(self) -> None:
+        token = object()
+        hide(token, LeftBehind)
+        weakref.finalize(self, show, token).atexit = False
 
     def __call__(self, *_args: Any) -> None:
         """Change nothing."""
@@ -36,17 +43,7 @@ class LeftBehind:
         return (getattr, (contextlib.nullcontext(), "__exit__"))
 
     def __deepcopy__(self, _memo: Any) -> LeftBehind:
-        return self
-
-
-_left_behind: Final = LeftBehind()
-
-
-def left_behind() -> LeftBehind:
-    """What a copy of a hook of ours is."""
-    if LeftBehind not in _kinds:
-        hide(_left_behind, LeftBehind)
-    return _left_behind
+        return LeftBehind()
 
 
 def hide(user: object, kind: type) -> None:

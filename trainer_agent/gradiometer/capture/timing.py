@@ -57,7 +57,7 @@ class _PhaseHook:
         return (getattr, (contextlib.nullcontext(), "__exit__"))
 
     def __deepcopy__(self, _memo: Any) -> Any:
-        return scripting.left_behind()
+        return scripting.LeftBehind()
 
 
 class HostPhases:
