@@ -7,7 +7,8 @@ Every tool gets a virtual environment of its own below `--environments` (made if
 from this environment with a real `gradiometer serve`. Per workload of `peers_workload.py`:
  - *blocked*: how long the training waits in the call of one step;
  - *values/s*: from the first call until a read through the tool's public interface returns the last value of the last run,
-   with the run closed after its last step as a training does; CPU time of the training process and of the server;
+   with the run closed after its last step as a training does; CPU time of the training process, its
+   helpers (our uplink) and the server;
  - *bytes per value*: files of the data, after the server is stopped where that is quick, less what they took empty; and
    once more after free pages were given back (`gradiometer db vacuum --full`, SQLite's VACUUM);
  - *reads*: one series as the tool's own page asks for it, and the last values of all series; median of five.
@@ -155,9 +156,15 @@ def write(tool: Tool, given: Workload) -> dict[str, Any]:
     producer = Producer(tool, given)
     if hasattr(tool, "project"):
         tool.project = given.name
-    wait_until(lambda: producer.has_said("logged"), "everything is logged", timeout_s=TIMEOUT_S)
+
+    def logged() -> bool:
+        tool.helpers_cpu_s()
+        return producer.has_said("logged")
+
+    wait_until(logged, "everything is logged", timeout_s=TIMEOUT_S)
 
     def visible() -> bool:
+        tool.helpers_cpu_s()
         value = tool.last(producer.runs[-1], given.names[-1], given.steps)
         # TensorBoard keeps single precision.
         return value is not None and abs(value - expected) <= 1e-6 * abs(expected)
@@ -165,7 +172,7 @@ def write(tool: Tool, given: Workload) -> dict[str, Any]:
     wait_until(visible, "the last value can be read", timeout_s=TIMEOUT_S, every_s=0.02)
     visible_s, server_s = time.time(), tool.server_cpu_s() - server_s
     figures = producer.figures()
-    took_s = visible_s - figures["began_s"]
+    took_s, helpers_s = visible_s - figures["began_s"], tool.helpers_cpu_s()
     result = {
         "runs": given.runs,
         "metrics": len(given.names),
@@ -174,8 +181,9 @@ def write(tool: Tool, given: Workload) -> dict[str, Any]:
         "values_per_s": round(given.num_values / took_s),
         "visible_after_s": round(took_s, 2),
         **{key: value for key, value in figures.items() if key not in ("began_s", "ended_s")},
+        "helpers_cpu_s": round(helpers_s, 2),
         "server_cpu_s": round(server_s, 2),
-        "cpu_us_per_value": round(1e6 * (figures["cpu_s"] + server_s) / given.num_values, 2),
+        "cpu_us_per_value": round(1e6 * (figures["cpu_s"] + helpers_s + server_s) / given.num_values, 2),
         "reads": reads(tool, given, producer.runs[-1]),
     }
     return result | {"empty_bytes": empty_bytes}
@@ -345,6 +353,32 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return summary
 
 
+def table(result: dict[str, Any]) -> list[str]:
+    """Markdown of what was written and read, and of what was lost."""
+    lines = [
+        "| | values | blocked per step p50, p99 | values/s | CPU per value | bytes/value, vacuumed | chart | latest of all |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["writes"]:
+        name = f"{row['workload']}: {row['tool']} {row['mode']}".strip()
+        if "error" in row:
+            lines.append(f"| {name} | {row['error'][:80]} |")
+            continue
+        blocked = f"{row['blocked_p50_us']:,.0f} us, {row['blocked_p99_us']:,.0f} us"
+        size = f"{row['bytes_per_value']}, {row.get('bytes_per_value_vacuumed', '-')}"
+        reads = f"{row['reads']['chart_ms']} ms | {row['reads']['latest_ms']} ms"
+        lines.append(
+            f"| {name} | {row['values']:,} | {blocked} | {row['values_per_s']:,} | {row['cpu_us_per_value']} us "
+            f"| {size} | {reads} |"
+        )
+    lines += ["", "| killed | steps/s | logged | lost |", "|---|---:|---:|---:|"]
+    for row in result["kills"]:
+        lost = row.get("lost", row.get("error", ""))
+        name = f"{row['tool']} {row['mode']}".strip()
+        lines.append(f"| {name} | {row['steps_per_s']} | {row.get('logged', '')} | {lost} |")
+    return lines
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
@@ -378,8 +412,8 @@ def main() -> None:
         "writes": benchmark.rows,
         "kills": benchmark.kills,
     }
-    name = f"peers{'_quick' if options.quick else ''}"
-    print(record.save("peers", result, name=name))
+    print("\n".join(table(result)))
+    print(record.save("peers", result, name="peers_quick" if options.quick else "peers"))
 
 
 if __name__ == "__main__":

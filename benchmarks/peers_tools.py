@@ -109,6 +109,10 @@ class Tool:
     def server_pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
+    def helpers_cpu_s(self) -> float:
+        """CPU seconds of processes that the training process has started besides, seen so far."""
+        return 0.0
+
     def stored_bytes(self) -> int:
         """What the values take on disk."""
         raise NotImplementedError
@@ -142,6 +146,15 @@ class Gradiometer(Tool):
     def start(self) -> None:
         self._server = Server(self.folder).start()
         self.url = self._server.url
+        self._uplinks: dict[int, float] = {}
+
+    def helpers_cpu_s(self) -> float:
+        # They outlive the training process, and end when everything is delivered.
+        for path in self.folder.glob("*/*/uplink.json"):
+            with contextlib.suppress(OSError, ValueError):
+                pid = json.loads(path.read_bytes())["pid"]
+                self._uplinks[pid] = max(self._uplinks.get(pid, 0.0), cpu_s(pid))
+        return sum(self._uplinks.values())
 
     def stop(self) -> None:
         self._server.stop()
