@@ -208,6 +208,9 @@ BAD_QUERIES: list[tuple[str, Any, str]] = [
     ("reversed", {"series": [{"run": "a", "metric": "b"}], "from": 9, "to": 3}, "body.from"),
     ("misspelt", {"serie": []}, "body.serie"),
     ("no metric", {"series": [{"run": "a"}]}, "body.series.0.metric"),
+    ("no number", {"series": [{"run": "a", "metric": "b", "attempt": True}]}, "body.series.0.attempt"),
+    ("no rank", {"series": [{"run": "a", "metric": "b", "rank": False}]}, "body.series.0.rank"),
+    ("no step", {"series": [{"run": "a", "metric": "b"}], "from": True}, "body.from"),
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gradiometer_server.domain.folded import LAYER_STATISTICS
 
@@ -33,6 +33,20 @@ MetricNames = Annotated[
     tuple[MetricName, ...],
     Query(max_length=MAX_NAMES, description="metrics whose latest values are wanted; repeat it for several"),
 ]
+
+
+class Request(BaseModel):
+    """A body that is a question; without fields that are true or false."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean(cls, value: Any) -> Any:
+        """`true` would be taken as 1 wherever a number is wanted."""
+        if isinstance(value, bool):
+            raise ValueError("is true or false, which no field of this body is")
+        return value
 
 
 class _Answer(BaseModel):
@@ -245,10 +259,9 @@ class LayerHistograms(HistogramStep):
     layers: list[LayerHistogram] = Field(description="depth order, input side first")
 
 
-class CommandRequest(BaseModel):
+class CommandRequest(Request):
     """Something that the agents of a run are to do."""
 
-    model_config = ConfigDict(extra="forbid")
     kind: Literal["histogram"] = Field(description="histogram: take one of every layer's gradient, once")
     rank: int | None = Field(default=None, ge=0, description="null: every rank")
     reason: str = Field(default="", max_length=200, description="kept with what they send")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gradiometer_server.api.schemas import MetricName, Number, RunState
+from gradiometer_server.api.schemas import MetricName, Number, Request, RunState
 
 MAX_SERIES = 1000
 MAX_BUCKETS = 5000
@@ -20,8 +20,8 @@ Ranks = Literal["merged", "each", "band"]
 Axis = Literal["step", "time", "relative_time", "metric"]
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False)
+class _Request(Request):
+    model_config = ConfigDict(populate_by_name=True, allow_inf_nan=False)
 
 
 class _Answer(BaseModel):
