@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -11,7 +12,10 @@ import msgspec
 import pytest
 from sqlalchemy import func, select, text
 
+import gradiometer as gm
 from gradiometer import wire
+from gradiometer.cli import main
+from gradiometer.uplink.state import read_state
 from gradiometer_server.store import maintenance
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.tables import deleted_run, metadata
@@ -203,3 +207,31 @@ def test_a_purge_that_was_cut_short_goes_on_at_the_next_start(made: Server) -> N
     eventually(lambda: purged(made.database_url), 30)
     counts = rows_of_runs(made.database_url)
     assert {name: count for name, count in counts.items() if count} == {"deleted_run": 1}
+
+
+def test_a_real_training_goes_on_and_its_uplink_says_what_happened(
+    server: Callable[..., Server],
+    spool: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = server()
+    monkeypatch.setenv("GRADIOMETER_URL", made.url)
+    run = gm.init("p", "n")
+    run.log({"loss": 1.0})
+    eventually(lambda: made.get(f"/runs/{run.id}")["last_step"] is not None, 30)
+    assert delete(made, run.id, confirm=run.id, force=True).status_code == 200
+    assert run.directory is not None
+    attempt = run.directory.parent
+
+    def told() -> bool:
+        run.log({"loss": 2.0})
+        state = read_state(attempt)
+        return state is not None and "was deleted" in state.last_error and state.state == "stopped"
+
+    eventually(told, 30)
+    run.finish(deadline_s=1.0)
+    assert made.get("/runs")["runs"] == []
+    assert main(["sync", str(spool), "--url", made.url]) == 1
+    assert "was deleted" in capsys.readouterr().out
+    assert made.get("/runs")["runs"] == []

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from sqlalchemy import Connection
 
 from gradiometer_server.api.views import Json, alert_view, detail_view, run_view
 from gradiometer_server.clock import Clock
+from gradiometer_server.domain.series import Tail
 from gradiometer_server.errors import NotFound, StoreUnavailable
 from gradiometer_server.store import alerts, dumps, migrate, run_rows, runs, series
 from gradiometer_server.store.charts import ChartReader
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.points import PointReader
 from gradiometer_server.store.query import SeriesReader, Tails
+from gradiometer_server.store.summary_values import summary_values
 
 LastStep = Callable[[int], int | None]
 """Run key -> highest step of its merged scalars, as far as they are in memory."""
@@ -35,6 +37,7 @@ class Reads:
         self._clock = clock
         self._database: Database | None = None
         self._revision: str | None = None
+        self._tails: Tails = _no_tails
         self._latest: Latest = _nothing
         self._last_step: LastStep = _no_step
         self._series: SeriesReader | None = None
@@ -45,7 +48,8 @@ class Reads:
         """Begin to answer; `database` is migrated, the rest is the fold's."""
         with database.read() as conn:
             self._revision = migrate.current_revision(conn)
-        self._database, self._latest, self._last_step = database, latest, last_step
+        self._database, self._tails = database, tails
+        self._latest, self._last_step = latest, last_step
         self._series = SeriesReader(database, tails)
         self._charts, self._points = ChartReader(database, tails), PointReader(database, tails)
 
@@ -110,7 +114,7 @@ class Reads:
                 now_s=self._clock.now_s(),
                 metrics=metrics,
             )
-        return {"runs": [self._view(row, metrics) for row in page.runs], "next_cursor": page.next_cursor}
+        return {"runs": self._views(page.runs, metrics), "next_cursor": page.next_cursor}
 
     def latest(
         self, metrics: Collection[str], *, project: str | None, state: run_rows.State | None, search: str | None, limit: int,
@@ -128,7 +132,7 @@ class Reads:
         """One run, as it stands in a list. Raises `NotFound`."""
         with self.database.read() as conn:
             row = runs.get_run(conn, run_id, self._clock.now_s())
-        return self._view(row)
+        return self._views([row])[0]
 
     def run_detail(self, run_id: str) -> Json:
         """One run with everything. Raises `NotFound`."""
@@ -137,7 +141,7 @@ class Reads:
             sources = runs.list_sources(conn, row.run_key)
             layouts = series.list_layouts(conn, row.run_key)
             saved = dumps.list_dumps(conn, row.run_key)
-        return detail_view(self._view(row), row, sources, layouts, saved)
+        return detail_view(self._views([row])[0], row, sources, layouts, saved)
 
     def running(self) -> frozenset[str]:
         """Public ids of the runs that are running."""
@@ -174,10 +178,20 @@ class Reads:
             raise NotFound("run", run_id)
         return found[run_id]
 
-    def _view(self, row: run_rows.RunRow, metrics: Collection[str] | None = None) -> Json:
+    def _views(self, rows: Sequence[run_rows.RunRow], metrics: Collection[str] | None = None) -> list[Json]:
+        summaries = summary_values(self.database, [row.run_key for row in rows], self._tails, metrics)
+        return [self._view(row, metrics, summaries.get(row.run_key)) for row in rows]
+
+    def _view(
+        self, row: run_rows.RunRow, metrics: Collection[str] | None, summary: Mapping[str, float] | None
+    ) -> Json:
         newest = self._latest(row.run_key, metrics)
         latest = {name: value for name, (_, value) in newest.items() if not name.startswith("_")}
-        return run_view(row, latest=latest, last_step=self._last_step(row.run_key))
+        return run_view(row, latest=latest, last_step=self._last_step(row.run_key), summary=summary)
+
+
+def _no_tails(_run_key: int) -> Mapping[int, Tail]:
+    return {}
 
 
 def _nothing(run_key: int, names: Collection[str] | None = None) -> Mapping[str, tuple[int, float]]:

@@ -90,9 +90,16 @@ class Run(_Answer):
     latest: dict[str, Number] = Field(
         description="last value of each scalar metric; in lists: of those asked for"
     )
+    summary: dict[str, Number] = Field(
+        description="metric -> what stands for it (last, min, max or best), for metrics that `run.define_metric` named; a "
+        "mean is only in `/runs/{run}/summary`"
+    )
     alerts: AlertCounts
     rejected_records: int = Field(description="records refused by the server")
     dropped_reports: int = Field(description="reports that agents had to discard")
+    thinned_s: float | None = Field(
+        description="Unix seconds at which retention dropped the raw points; summaries are left. Null: they are there"
+    )
 
 
 class Source(_Answer):

@@ -19,7 +19,13 @@ from gradiometer_server.store.run_rows import RunRow, SourceRow
 Json = dict[str, Any]
 
 
-def run_view(run: RunRow, *, latest: Mapping[str, float] | None = None, last_step: int | None = None) -> Json:
+def run_view(
+    run: RunRow,
+    *,
+    latest: Mapping[str, float] | None = None,
+    last_step: int | None = None,
+    summary: Mapping[str, float] | None = None,
+) -> Json:
     """**Run**. `latest` and `last_step`, where given, are newer than what the row knows."""
     steps = [step for step in (run.last_step, last_step) if step is not None]
     return {
@@ -38,9 +44,11 @@ def run_view(run: RunRow, *, latest: Mapping[str, float] | None = None, last_ste
         "group": run.group,
         "exit": exit_view(run.exit),
         "latest": {name: float_to_json(value) for name, value in {**run.latest, **(latest or {})}.items()},
+        "summary": {name: float_to_json(value) for name, value in (summary or {}).items()},
         "alerts": {"firing": run.alerts["firing"], "total": run.alerts["total"]},
         "rejected_records": run.rejected_records,
         "dropped_reports": run.dropped_reports,
+        "thinned_s": run.thinned_s,
     }
 
 

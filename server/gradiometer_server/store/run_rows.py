@@ -83,6 +83,7 @@ class RunRow:
     dropped_reports: int
     config: Mapping[str, Any]
     unavailable: Mapping[str, str]
+    thinned_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,4 +325,5 @@ def _run_from(
         dropped_reports=dropped_reports,
         config=load_json(row.config),
         unavailable=load_json(row.unavailable),
+        thinned_s=row.thinned_s,
     )
