@@ -6,6 +6,7 @@ next step at which x is known.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -37,7 +38,6 @@ class _Span:
     last: int
     low: float | None
     high: float | None
-    is_tail: bool = False
 
     def touches(self, low: float | None, high: float | None) -> bool:
         if self.low is None or self.high is None:
@@ -69,13 +69,16 @@ def axis_ranges(
 
 
 def _spans(piece: Piece, rows: Iterable[Any]) -> list[_Span]:
-    spans = [_Span(first=row.step0, last=row.step1, low=row.min, high=row.max) for row in rows]
+    end = _MAX_STEP if piece.end is None else piece.end
+    # Of a chunk that is cut it is not known which of its points have the extremes: it may hold any step from there on.
+    spans = [
+        _Span(first=row.step0, last=row.step1 if row.step1 <= end else _MAX_STEP, low=row.min, high=row.max)
+        for row in rows
+    ]
     if len(piece.steps_N):
         finite = piece.values_NW[np.isfinite(piece.values_NW)]
         low, high = (float(finite.min()), float(finite.max())) if len(finite) else (None, None)
-        spans.append(
-            _Span(first=int(piece.steps_N[0]), last=int(piece.steps_N[-1]), low=low, high=high, is_tail=True)
-        )
+        spans.append(_Span(first=int(piece.steps_N[0]), last=int(piece.steps_N[-1]), low=low, high=high))
     return spans
 
 
@@ -83,15 +86,15 @@ def _range_of(spans: Sequence[_Span], low: float | None, high: float | None) -> 
     hits = [span for span in spans if span.touches(low, high)]
     if not hits:
         return None
-    first, last = min(span.first for span in hits), max(span.last for span in hits)
-    before = [span for span in spans if span.first < first and span.low is not None]
-    chunks = [span.first for span in before if not span.is_tail]
-    tails = [span.first for span in before if span.is_tail]
-    after = [span for span in spans if span.first > last and span.low is not None]
+    if any(one.last >= following.first for one, following in itertools.pairwise(spans)):
+        # Points that came late, or an attempt that took over, may replace what a span promises.
+        return AxisRange(first=0, last=_MAX_STEP, known_from=0)
+    known = [span for span in spans if span.low is not None]
+    before = [span for span in known if span.first < hits[0].first]
+    after = [span for span in known if span.first > hits[-1].last]
     return AxisRange(
         # Steps before x was first known have the first x that became known.
-        first=first if before else 0,
-        last=min((span.first for span in after), default=_MAX_STEP + 1) - 1,
-        # A tail may lie over many chunks; of these, the last one is enough.
-        known_from=min([*tails, *chunks[-1:]], default=0),
+        first=hits[0].first if before else 0,
+        last=after[0].first - 1 if after else _MAX_STEP,
+        known_from=before[-1].first if before else 0,
     )
