@@ -26,8 +26,10 @@ from tests.support.server import Server
 from tests.support.wire_client import WireClient, exit_event, frame, layer_schema, scalar_schema
 
 NUM_STEPS = 2000
-METRICS = ("sound", "values", "summary", "number")
-DAMAGE = {"values": "data", "summary": "summary", "number": "n", "uneven": "steps", "layer/norm": "data"}
+METRICS = ("sound", "values", "summary", "number", "stride")
+DAMAGE = {
+    "values": "data", "summary": "summary", "number": "n", "stride": "stride", "uneven": "steps", "layer/norm": "data",
+}  # fmt: skip
 """By metric, the column of its chunk in which a bit is turned over."""
 
 
@@ -50,7 +52,7 @@ def stored(server: Callable[..., Server], database_url: str) -> Server:
 
 
 def flip(url: str, metric: str, column: str) -> None:
-    """Turn over one bit in the middle of a blob of a metric's chunk, or the lowest bit of a number."""
+    """Turn over one bit in the middle of a blob of a metric's chunk, or the second bit of a number."""
     with closing(Database(url)) as database, database.write() as conn:
         of_series = select(series.c.series_id).where(
             series.c.run_id == run_key("r"), series.c.key == metric, series.c.num_points > 0
@@ -62,7 +64,7 @@ def flip(url: str, metric: str, column: str) -> None:
 
 def flipped(value: Any) -> Any:
     if isinstance(value, int):
-        return value ^ 1
+        return value ^ 2
     middle = len(value) // 2
     return value[:middle] + bytes((value[middle] ^ 4,)) + value[middle + 1 :]
 
@@ -116,6 +118,7 @@ def test_damage_is_found_and_said_and_stays_where_it_is(stored: Server) -> None:
 steps = np.cumsum(np.arange(1, 300, dtype=np.int64))
 values = np.column_stack([np.sin(np.arange(299.0)), np.where(np.arange(299) % 50, 1.0, np.nan)])
 BLOCK = encode_points(steps, values)
+EVEN = encode_points(np.arange(299, dtype=np.int64) * 7, values)
 
 
 @given(st.sampled_from(["data", "summary", "steps"]), st.floats(0, 1, exclude_max=True))
@@ -140,11 +143,12 @@ def test_any_bit_of_a_chunk_is_noticed_by_check_and_by_a_read_or_changes_nothing
     assert (windows.max_BW == buckets.bucketise(steps, values, BLOCK.summary_width).max_BW).all()
 
 
-@pytest.mark.parametrize("name", ["step0", "step1", "n", "summary_width", "num_nonfinite"])
+@pytest.mark.parametrize("name", ["step0", "step1", "n", "stride", "summary_width", "num_nonfinite"])
 @pytest.mark.parametrize("bit", range(12))
 def test_any_bit_of_a_chunks_numbers_is_noticed_by_check(name: str, bit: int) -> None:
-    damaged = dataclasses.replace(BLOCK, **{name: getattr(BLOCK, name) ^ (1 << bit)})
-    assert problem_of(damaged, 2) is not None
+    for block in (BLOCK, EVEN):
+        damaged = dataclasses.replace(block, **{name: getattr(block, name) ^ (1 << bit)})
+        assert problem_of(damaged, 2) is not None
 
 
 def test_a_block_of_another_codec_is_refused_by_name() -> None:

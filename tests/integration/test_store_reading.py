@@ -227,7 +227,7 @@ def test_stats_and_check(database: Database, writer: log.LogWriter) -> None:
     assert len(wrong) == 5
     assert "source 1: 1 records are acknowledged" in wrong[0]
     assert "num_points 3" in wrong[1]
-    assert "chunk at step 0: it ends at step 4095" in wrong[2]
+    assert "its steps end at 4095, but its row says 4097" in wrong[2]
     assert "chunk at step 4096: overlaps" in wrong[3]
     assert "chunk at step 4096" in wrong[4]
     with pytest.raises(CorruptData, match="train/loss, attempt 1, chunk at step 4096"):

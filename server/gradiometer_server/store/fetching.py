@@ -112,7 +112,7 @@ ORDER BY want.place, c.step0
 _POINTS = Statement(
     _Wanted("step0", "of_wish"),
     """
-SELECT want.of_wish, c.step0, c.n, c.stride, c.steps, c.data
+SELECT want.of_wish, c.step0, c.step1, c.n, c.stride, c.steps, c.data
 FROM want CROSS JOIN chunk c
 WHERE c.run_id = want.run_id AND c.series_id = want.series_id AND c.step0 = want.step0
 ORDER BY want.place
@@ -121,14 +121,14 @@ ORDER BY want.place
 _STEPS = Statement(
     _Wanted("step0", "of_wish"),
     """
-SELECT want.of_wish, c.step0, c.n, c.stride, c.steps, LENGTH(c.data) AS num_bytes
+SELECT want.of_wish, c.step0, c.step1, c.n, c.stride, c.steps, LENGTH(c.data) AS num_bytes
 FROM want CROSS JOIN chunk c
 WHERE c.run_id = want.run_id AND c.series_id = want.series_id AND c.step0 = want.step0
 ORDER BY want.place
 """,
 )
 _LAST = (
-    select(chunk.c.step0, chunk.c.n, chunk.c.stride, chunk.c.steps, chunk.c.data)
+    select(chunk.c.step0, chunk.c.step1, chunk.c.n, chunk.c.stride, chunk.c.steps, chunk.c.data)
     .where(
         chunk.c.run_id == bindparam("of_run"),
         chunk.c.series_id == bindparam("of_series"),

@@ -100,7 +100,7 @@ def points_of(fetched: Fetched, *, lead_in: bool = False) -> tuple[NDArray[np.in
 
 def _decode(row: Any, series: Series) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     try:
-        steps = codec.decode_steps(row.step0, row.stride, row.n, row.steps)
+        steps = codec.decode_steps(row.step0, row.stride, row.n, row.steps, last=row.step1)
         return steps, codec.decode_values(row.data, row.n, series.width)
     except codec.CorruptData as error:
         raise _in_place(error, row, series) from error
@@ -109,7 +109,7 @@ def _decode(row: Any, series: Series) -> tuple[NDArray[np.int64], NDArray[np.flo
 def decode_steps(row: Any, series: Series) -> NDArray[np.int64]:
     """Steps of one chunk, without its values. Raises `CorruptData`."""
     try:
-        return codec.decode_steps(row.step0, row.stride, row.n, row.steps)
+        return codec.decode_steps(row.step0, row.stride, row.n, row.steps, last=row.step1)
     except codec.CorruptData as error:
         raise _in_place(error, row, series) from error
 

@@ -150,8 +150,22 @@ def encode_steps(steps_N: NDArray[np.int64]) -> tuple[int, bytes | None]:
     return 0, pack(gaps)
 
 
-def decode_steps(first: int, stride: int, count: int, data: bytes | None) -> NDArray[np.int64]:
-    """The steps (N,) that `encode_steps` packed. Raises `CorruptData`."""
+def decode_steps(
+    first: int, stride: int, count: int, data: bytes | None, *, last: int | None = None
+) -> NDArray[np.int64]:
+    """The steps (N,) that `encode_steps` packed, which must end at `last` if it is known. Raises `CorruptData`.
+
+    Evenly spaced steps have no checksum: their last one is what a damaged row is known by.
+    """
+    steps_N = _steps(first, stride, count, data)
+    if last is not None and int(steps_N[-1]) != last:
+        raise CorruptData(f"its steps end at {int(steps_N[-1])}, but its row says {last}")
+    return steps_N
+
+
+def _steps(first: int, stride: int, count: int, data: bytes | None) -> NDArray[np.int64]:
+    if count < 1:
+        raise CorruptData(f"a block of {count} points")
     if stride > 0:
         return first + stride * np.arange(count, dtype=np.int64)
     if data is None:
