@@ -129,31 +129,34 @@ def settings_from(
 
 
 _RETENTION: Final = "GRADIOMETER_RETENTION_"
+_DETAIL_DAYS: Final = "GRADIOMETER_RETENTION_DETAIL_DAYS"
+_THIN_DAYS: Final = "GRADIOMETER_RETENTION_THIN_DAYS"
+_DELETE_DAYS: Final = "GRADIOMETER_RETENTION_DELETE_DAYS"
+_MAX_BYTES: Final = "GRADIOMETER_RETENTION_MAX_BYTES"
+_DELETE_FOR_SPACE: Final = "GRADIOMETER_RETENTION_DELETE_FOR_SPACE"
+_INTERVAL: Final = "GRADIOMETER_RETENTION_INTERVAL_S"
+_KNOWN: Final = (_DETAIL_DAYS, _THIN_DAYS, _DELETE_DAYS, _MAX_BYTES, _DELETE_FOR_SPACE, _INTERVAL)
 _UNITS: Final = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]iB|)")
 
 
 def retention_from(environ: Mapping[str, str]) -> Retention:
-    """Retention from `GRADIOMETER_RETENTION_*`; raises `ConfigurationError`, also for a name that is not known."""
+    """Retention from the environment; raises `ConfigurationError`, also for a name of it that is not known."""
     found = {
-        name.removeprefix(_RETENTION): text.strip()
-        for name, text in environ.items()
-        if name.startswith(_RETENTION) and text.strip()
+        name: text.strip() for name, text in environ.items() if name.startswith(_RETENTION) and text.strip()
     }
-    known = ("DETAIL_DAYS", "THIN_DAYS", "DELETE_DAYS", "MAX_BYTES", "DELETE_FOR_SPACE", "INTERVAL_S")
-    unknown = sorted(set(found) - set(known))
+    unknown = sorted(set(found) - set(_KNOWN))
     if unknown:
         raise ConfigurationError(
-            f"there is no setting {_RETENTION}{unknown[0]}.",
-            remedy=f"Use {_RETENTION} with one of {', '.join(known)}.",
+            f"there is no setting {unknown[0]}.", remedy=f"Use one of {', '.join(_KNOWN)}."
         )
     return Retention(
-        detail_days=_positive(found, "DETAIL_DAYS"),
-        thin_days=_positive(found, "THIN_DAYS"),
-        delete_days=_positive(found, "DELETE_DAYS"),
-        max_bytes=_bytes_of(found.get("MAX_BYTES")),
-        delete_for_space=_switch(found.get("DELETE_FOR_SPACE", "0")),
-        interval_s=_positive(found, "INTERVAL_S") or DEFAULT_INTERVAL_S,
+        detail_days=_positive(found, _DETAIL_DAYS),
+        thin_days=_positive(found, _THIN_DAYS),
+        delete_days=_positive(found, _DELETE_DAYS),
+        max_bytes=_bytes_of(found.get(_MAX_BYTES)),
+        delete_for_space=_switch(found.get(_DELETE_FOR_SPACE, "0")),
+        interval_s=_positive(found, _INTERVAL) or DEFAULT_INTERVAL_S,
     )
 
 
@@ -167,7 +170,7 @@ def _positive(found: Mapping[str, str], name: str) -> float | None:
         value = -1.0
     if not 0 < value < float("inf"):
         raise ConfigurationError(
-            f"{_RETENTION}{name} is {text!r}.", remedy="Give a number above 0, or leave it away: never."
+            f"{name} is {text!r}.", remedy="Give a number above 0, or leave it away: never."
         )
     return value
 
@@ -179,15 +182,14 @@ def _bytes_of(text: str | None) -> int | None:
     num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if num_bytes <= 0:
         raise ConfigurationError(
-            f"{_RETENTION}MAX_BYTES is {text!r}.",
-            remedy="Give bytes, or a number with KiB, MiB, GiB or TiB: 200GiB.",
+            f"{_MAX_BYTES} is {text!r}.", remedy="Give bytes, or a number with KiB, MiB, GiB or TiB: 200GiB."
         )
     return num_bytes
 
 
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
-        raise ConfigurationError(f"{_RETENTION}DELETE_FOR_SPACE is {text!r}.", remedy="Give 0 or 1.")
+        raise ConfigurationError(f"{_DELETE_FOR_SPACE} is {text!r}.", remedy="Give 0 or 1.")
     return text == "1"
 
 
