@@ -230,5 +230,5 @@ def test_stats_and_check(database: Database, writer: log.LogWriter) -> None:
     assert "its steps end at 4095, but its row says 4097" in wrong[2]
     assert "chunk at step 4096: overlaps" in wrong[3]
     assert "chunk at step 4096" in wrong[4]
-    with pytest.raises(CorruptData, match="train/loss, attempt 1, chunk at step 4096"):
+    with pytest.raises(CorruptData, match="train/loss, attempt 1, chunk at step 0"):
         SeriesReader(database, lambda _: {}).raw(key, LOSS.key)
