@@ -7,6 +7,7 @@ queued, the fold folds and flushes it, each with a deadline. What a deadline cut
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -143,7 +144,7 @@ class _Parts:
         pipeline = FoldPipeline(database, clock=self.clock, publish=self._publish)
         await anyio.to_thread.run_sync(pipeline.start)
         stack.push_async_callback(anyio.to_thread.run_sync, pipeline.stop, FOLD_STOP_S)
-        log = LogWriter(database)
+        log = LogWriter(database, call_soon=asyncio.get_running_loop().call_soon_threadsafe)
         log.start()
         stack.push_async_callback(anyio.to_thread.run_sync, log.stop, LOG_STOP_S)
         self.reads.open(database, tails=pipeline.tails, latest=pipeline.latest, last_step=pipeline.last_step)

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -33,6 +34,7 @@ STOP_DEADLINE_S: Final = 25.0
 """From the signal to the end of the process; after it the process ends by itself. The log is durable at any moment,
 so what was not folded by then is folded at the next start."""
 _BACKLOG: Final = 512
+_SWITCH_INTERVAL_S: Final = 0.0005
 _STDIN: Final = 0
 _AFTER_PARENT_S: Final = 3.0
 """Between the death of the parent and the stop: its trainings' uplinks still deliver how they ended."""
@@ -46,6 +48,8 @@ def serve(settings: Settings, *, until_stdin_ends: bool = False) -> int:
     """
     if until_stdin_ends:
         threading.Thread(target=_stop_when_stdin_ends, name="parent", daemon=True).start()
+    # Each step of an ack takes the interpreter back from threads that fold; five milliseconds a time are too many.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with contextlib.closing(_listen(settings)) as listener:
         asyncio.run(_run(create_app(settings), settings, listener))
     return 0

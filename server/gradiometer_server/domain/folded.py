@@ -1,6 +1,6 @@
 """What the fold hands on: merged values of one step, to the store, the alert rules and the live feed alike.
 
-Shape letters: L layers, R ranks.
+Shape letters: L layers, R ranks, S steps, C columns.
 """
 
 from __future__ import annotations
@@ -32,6 +32,30 @@ class FoldedScalars:
     time_s: float
     values: Mapping[str, float]
     by_rank: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedBlock:
+    """Scalars of many steps of a run of one rank at once: a `FoldedScalars` of each step, by rising step.
+
+    Attributes:
+        attempt: ordinal of the attempt, from 1.
+        steps_S: int64; times_S: float64, Unix seconds.
+        values_SC: float64, one column for each of `names`.
+    """
+
+    attempt: int
+    names: tuple[str, ...]
+    steps_S: NDArray[np.int64]
+    times_S: NDArray[np.float64]
+    values_SC: NDArray[np.float64]
+
+    def at(self, row: int) -> FoldedScalars:
+        """What it says of one step."""
+        values = dict(zip(self.names, self.values_SC[row].tolist(), strict=True))
+        return FoldedScalars(
+            attempt=self.attempt, step=int(self.steps_S[row]), time_s=float(self.times_S[row]), values=values
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,4 +122,7 @@ class FoldedEvent:
     attributes: Mapping[str, Any]
 
 
-Folded = FoldedScalars | FoldedLayers | FoldedEvent
+FoldedStep = FoldedScalars | FoldedLayers | FoldedEvent
+"""What is judged: one step, or an event."""
+
+Folded = FoldedStep | FoldedBlock

@@ -11,21 +11,21 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gradiometer.wire import STATISTICS, Column, LayerSchema
-from gradiometer_server.domain.folded import Folded, FoldedLayers, FoldedScalars, Layout
+from gradiometer.wire import STATISTICS, Column, Layer, LayerSchema
+from gradiometer_server.domain.folded import Folded, FoldedBlock, FoldedLayers, FoldedScalars, Layout
 from gradiometer_server.fold.coverage import CoverageCheck, totals_told, without_withheld
 from gradiometer_server.fold.derive import derive_global, derive_layers
-from gradiometer_server.fold.lane import MAX_CELLS, MAX_HELD, Cell, Lane
+from gradiometer_server.fold.lane import Cell, Lane
 from gradiometer_server.fold.ranks import (
+    ExpectedShards,
     LayerMerger,
-    expected_shards,
     merge_scalar,
     merged_layers,
     widened,
 )
 from gradiometer_server.fold.times import StepTimes
 from gradiometer_server.fold.watches import LayerWatches
-from gradiometer_server.fold.watermark import NO_BOUND, Watermark
+from gradiometer_server.fold.watermark import NO_BOUND, KeptBound, Watermark
 
 LayoutMaker = Callable[[tuple[str, ...], tuple[int, ...]], Layout]
 """Gives the layout of these layer names and element counts; the same one for the same names."""
@@ -34,7 +34,8 @@ Partials = Mapping[int, NDArray[np.float64]]
 """schema id -> float64 (L, P): what one rank says of all layers in one step."""
 
 _MAX_MERGERS: Final = 64
-_MAX_LAYER_BYTES: Final = 64 * 1024 * 1024
+_MAX_LAYER_BYTES: Final = 256 * 1024 * 1024
+"""Most of the partials that wait for other ranks, by the largest rank's; a step of all ranks is kept in any case."""
 
 
 class AttemptFold:
@@ -54,8 +55,11 @@ class AttemptFold:
         self._schemas: dict[tuple[int, int], LayerSchema] = {}
         self._layout: Layout | None = None
         self._mergers: dict[tuple[tuple[int, int], ...], tuple[Layout, LayerMerger, CoverageCheck]] = {}
+        self._lists: dict[int, set[tuple[Layer, ...]]] = {}
+        self._shards = ExpectedShards()
         self._expected = 0
         self._waiting: dict[str, None] = {}
+        self._passed = KeptBound()
 
     def declare_scalars(self, rank: int, columns: Iterable[Column]) -> None:
         """`rank` will report these metrics."""
@@ -69,9 +73,32 @@ class AttemptFold:
         self._schemas[rank, schema.schema_id] = schema
         self._watches.declare(rank, schema)
         self._layout = None
-        self._expected = expected_shards(self._schemas.values())
-        self._layers.max_cells = _max_layer_cells(self._schemas.values())
+        self._expected = self._shards.add(schema.layers)
+        lists = self._lists.setdefault(rank, set())
+        # One schema of each list of layers: the others say the same of other steps, with fewer or more statistics.
+        lists.add(schema.layers)
+        value_bytes = 8 * len(STATISTICS) * sum(map(len, lists))
+        self._layers.max_values = min(self._layers.max_values, max(1, _MAX_LAYER_BYTES // value_bytes))
         self._mergers.clear()
+
+    def block(
+        self,
+        names: tuple[str, ...],
+        steps: Sequence[int],
+        times: Sequence[float],
+        values_SC: NDArray[np.float64],
+    ) -> list[Folded]:
+        """Many rising steps of the only rank of a world of one. # Hot path: no loop over steps."""
+        self.times.report_all(steps, times)
+        return [
+            FoldedBlock(
+                attempt=self.ordinal,
+                names=names,
+                steps_S=np.array(steps, dtype=np.int64),
+                times_S=np.array(times, dtype=np.float64),
+                values_SC=values_SC,
+            )
+        ]
 
     def scalars(
         self,
@@ -145,7 +172,7 @@ class AttemptFold:
     def show(self, now_s: float, *, all_lanes: bool = False) -> list[Folded]:
         """Whatever has become ready; `all_lanes` also forgets old cells of metrics that nobody reports any more."""
         ready: dict[int, dict[str, Cell[float]]] = {}
-        passed = self.mark.emit_below(now_s, {})
+        passed = self._passed.below(self.mark, now_s)
         for name in list(self._scalars) if all_lanes else list(self._waiting):
             lane = self._scalars[name]
             for cell in lane.take_ready(self.mark, now_s, passed):
@@ -237,11 +264,3 @@ class AttemptFold:
         if lane is None:
             lane = self._scalars[name] = Lane(shows_lone=True)
         return lane
-
-
-def _max_layer_cells(schemas: Iterable[LayerSchema]) -> int:
-    """How many steps of layers may be in memory; at least as many as are held for late ranks."""
-    # One schema of each list of layers: the others say the same of other steps, with fewer or more statistics.
-    num_layers = sum(len(layers) for layers in {schema.layers for schema in schemas})
-    step_bytes = 8 * len(STATISTICS) * num_layers
-    return max(MAX_HELD, min(MAX_CELLS, _MAX_LAYER_BYTES // step_bytes))

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from gradiometer.wire import LayerSchema
 from gradiometer_server.domain import names
 from gradiometer_server.domain.absent import ABSENT
+from gradiometer_server.fold.alike import Writer
 from gradiometer_server.fold.derive import COUNT, SUM_SQUARES
-from gradiometer_server.fold.ranks import Writer
 
 _OF_ALL: Final = (names.GRAD_NORM, names.GRAD_ABS_MAX, names.GRAD_ZERO_FRACTION)
 """Totals that mean the whole gradient. The number of non-finite elements says enough as a lower bound."""

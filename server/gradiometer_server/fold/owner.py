@@ -24,7 +24,14 @@ from gradiometer_server.fold.batch import Batch
 from gradiometer_server.fold.judge import Judge
 from gradiometer_server.fold.points import live_points, points_of
 from gradiometer_server.fold.run_fold import RunFold
-from gradiometer_server.fold.stored import LoadedRun, OwnerMemory, load_run, states_to_store
+from gradiometer_server.fold.stored import (
+    LoadedRun,
+    LoadedSource,
+    OwnerMemory,
+    load_run,
+    load_source,
+    states_to_store,
+)
 from gradiometer_server.fold.tail_set import TailSet
 from gradiometer_server.store import alerts, chunks, log, runs
 from gradiometer_server.store.database import Database
@@ -43,6 +50,10 @@ FLUSH_BYTES: Final = 1024 * 1024
 FLUSH_SERIES_BYTES: Final = 2048
 """A flush costs by the series, not by the byte: a run of 10,000 metrics would otherwise flush every few steps."""
 MAX_FLUSH_BYTES: Final = 32 * 1024 * 1024
+FLUSH_EVERY_S: Final = 2.0
+"""A fast run flushes by bytes: many small flushes would write the same open chunks again and again."""
+FLUSH_LOG_BYTES: Final = 256 * 1024 * 1024
+"""Of records in the log that a flush would end: many ranks send much that becomes little."""
 FLUSH_IDLE_S: Final = 10.0
 UNLOAD_IDLE_S: Final = 60.0
 _LATE: Final = "a rank reported a step so late that it could not be merged with the others any more"
@@ -75,14 +86,16 @@ class RunOwner:
         self._flushed: Mapping[int, int] = {one.spec.source_id: one.spec.folded_seq for one in loaded.sources}
         self._seen_late = 0
         self._touched_s = clock.monotonic_s()
-        self._join(loaded)
-        self._replay(loaded)
-
-    def _join(self, loaded: LoadedRun) -> None:
+        self._flushed_s = -FLUSH_EVERY_S
+        self._log_bytes = 0
         for layout in loaded.layouts:
             self._layouts[layout.names] = layout
+        self._join(loaded.sources)
+        self._replay(loaded)
+
+    def _join(self, sources: Sequence[LoadedSource]) -> None:
         now_s = self._clock.monotonic_s()
-        for source in loaded.sources:
+        for source in sources:
             if not self._fold.knows(source.spec.source_id):
                 self._fold.add_source(source.spec, now_s)
                 self._source_ids[source.spec.ordinal, source.spec.rank] = source.spec.source_id
@@ -124,10 +137,11 @@ class RunOwner:
     def take(self, batch: Batch) -> None:
         """Fold a batch and show what came of it; what was folded already changes nothing."""
         if not self._fold.knows(batch.source_id):
-            self._join(load_run(self._database, self._run_key))
+            self._join([load_source(self._database, self._run_key, batch.source_id)])
         if batch.first_seq > self._fold.applied_seq(batch.source_id) + 1:
             # An earlier batch never arrived here; the log has it.
             self._read_log({batch.source_id: batch.first_seq - 1}, muted=False)
+        self._log_bytes += batch.num_bytes
         self._apply(batch.source_id, batch.entries, batch.last_seq, muted=False)
 
     def _apply(
@@ -246,7 +260,10 @@ class RunOwner:
     def flush_is_due(self) -> bool:
         """Enough has come together, or nothing more is coming for now."""
         enough_bytes = min(MAX_FLUSH_BYTES, max(FLUSH_BYTES, FLUSH_SERIES_BYTES * self._tails.num_series))
-        if self._tails.num_steps >= FLUSH_STEPS or self._tails.num_bytes >= enough_bytes:
+        if self._tails.num_bytes >= enough_bytes or self._log_bytes >= FLUSH_LOG_BYTES:
+            return True
+        now_s = self._clock.monotonic_s()
+        if self._tails.num_steps >= FLUSH_STEPS and now_s >= self._flushed_s + FLUSH_EVERY_S:
             return True
         if not self._tails.num_steps and self._fold.offsets() == self._flushed:
             return False
@@ -279,7 +296,7 @@ class RunOwner:
             )
         # Readers take the tails first and the chunks second, so they meet a point twice rather than not at all.
         self._tails.clear()
-        self._flushed = offsets
+        self._flushed, self._flushed_s, self._log_bytes = offsets, self._clock.monotonic_s(), 0
 
     def tails(self) -> Mapping[int, Tail]:
         """Points that are not in chunks yet, by series id. Any thread."""

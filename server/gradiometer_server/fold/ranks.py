@@ -13,18 +13,22 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gradiometer.wire import STATISTICS, LayerSchema
+from gradiometer.wire import STATISTICS, Layer, LayerSchema
 from gradiometer_server.domain.folded import ReplicaMismatch
-from gradiometer_server.fold.derive import ALL, COUNT, MAX, MIN, NUM_NONFINITE, SUM_SQUARES, Measured
+from gradiometer_server.fold.alike import IDENTITY, AlikeRanks, Writer
+from gradiometer_server.fold.derive import (
+    ALL,
+    COUNT,
+    EVERYTHING,
+    MAX,
+    MIN,
+    NUM_NONFINITE,
+    SUM_SQUARES,
+    Measured,
+)
 
 REPLICA_TOLERANCE: Final = 1e-6
 """Relative difference of two replicas' sums of squares beyond which they no longer hold the same gradient."""
-
-Writer = tuple[int, int]
-"""(rank, schema id): who reports a list of layers. Sorted, ranks come first."""
-
-_IDENTITY: Final = np.array([0.0, 0.0, 0.0, math.inf, -math.inf, 0.0, 0.0])
-"""The partial of no elements: merging it changes nothing."""
 
 
 def measured_columns(statistics: Sequence[str]) -> tuple[int, ...]:
@@ -36,7 +40,7 @@ def widened(schema: LayerSchema, partials_LK: NDArray[np.float64]) -> NDArray[np
     """Partials of a schema in all columns (L, P): those that it does not measure hold what changes no merge."""
     if schema.statistics == STATISTICS:
         return partials_LK
-    partials_LP = np.tile(_IDENTITY, (len(schema.layers), 1))
+    partials_LP = np.tile(IDENTITY, (len(schema.layers), 1))
     partials_LP[:, measured_columns(schema.statistics)] = partials_LK
     return partials_LP
 
@@ -118,6 +122,7 @@ class LayerMerger:
             self._claim(writer, schemas[writer], owners)
         self._seen = len(owners)
         self._group_M = _groups(self._names, schemas.values())
+        self._alike = AlikeRanks.of(self._own, self._place, self._unmeasured)
 
     def _claim(
         self,
@@ -146,13 +151,21 @@ class LayerMerger:
 
         # Hot path: once per step; must not loop over layers in Python.
         """
-        merged_MP = np.tile(_IDENTITY, (len(self._names), 1))
+        if self._alike is not None:
+            merged_MP, nonfinite_by_rank = self._alike.merge(partials, len(self._names))
+            return MergedLayers(
+                partials_MP=merged_MP,
+                measured=EVERYTHING,
+                num_nonfinite_by_rank=nonfinite_by_rank,
+                seen=self._seen,
+            )
+        merged_MP = np.tile(IDENTITY, (len(self._names), 1))
         missing_MP: NDArray[np.bool_] | None = None
         nonfinite: dict[int, NDArray[np.int64]] = {}
         with np.errstate(all="ignore"):
             for writer in sorted(partials):
                 has_gradient_L1 = partials[writer][:, COUNT : COUNT + 1] > 0
-                partials_LP = np.where(has_gradient_L1, partials[writer], _IDENTITY)
+                partials_LP = np.where(has_gradient_L1, partials[writer], IDENTITY)
                 own, place_L = self._own[writer], self._place[writer]
                 _add(merged_MP, partials_LP[own], place_L[own])
                 if len(self._unmeasured[writer]):
@@ -181,15 +194,15 @@ class LayerMerger:
 
     def mismatch(self, partials: Mapping[Writer, NDArray[np.float64]]) -> ReplicaMismatch | None:
         """First pair of replicas that disagree; copies without a gradient are not compared."""
-        for pair in self._replicas:
+        pairs = self._replicas
+        if self._alike is not None and pairs and all(len(pair.rows) == len(self._names) for pair in pairs):
+            # Whole ranks that are copies: all pairs are compared at once, and seldom is there one to look at.
+            counted_KLP = np.stack([partials[pair.counted][:, : SUM_SQUARES + 1] for pair in pairs])
+            copy_KLP = np.stack([partials[pair.copy][:, : SUM_SQUARES + 1] for pair in pairs])
+            pairs = [pairs[at] for at in np.flatnonzero(_differ(counted_KLP, copy_KLP).any(axis=1))]
+        for pair in pairs:
             counted_LP, copy_LP = partials[pair.counted][pair.rows], partials[pair.copy][pair.copy_rows]
-            with np.errstate(all="ignore"):
-                gap_L = np.abs(counted_LP[:, SUM_SQUARES] - copy_LP[:, SUM_SQUARES])
-                scale_L = np.maximum(counted_LP[:, SUM_SQUARES], copy_LP[:, SUM_SQUARES])
-                differ_L = gap_L > REPLICA_TOLERANCE * scale_L
-            differ_L |= np.isnan(counted_LP[:, SUM_SQUARES]) != np.isnan(copy_LP[:, SUM_SQUARES])
-            differ_L &= counted_LP[:, COUNT] > 0
-            differ_L &= copy_LP[:, COUNT] > 0
+            differ_L = _differ(counted_LP, copy_LP)
             if differ_L.any():
                 at = int(np.argmax(differ_L))
                 return ReplicaMismatch(
@@ -198,6 +211,15 @@ class LayerMerger:
                     sum_squares=(float(counted_LP[at, SUM_SQUARES]), float(copy_LP[at, SUM_SQUARES])),
                 )
         return None
+
+
+def _differ(counted: NDArray[np.float64], copy: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where two partials (..., P) of one shard differ by more than rounding; where both have a gradient."""
+    squares, copied = counted[..., SUM_SQUARES], copy[..., SUM_SQUARES]
+    with np.errstate(all="ignore"):
+        differ = np.abs(squares - copied) > REPLICA_TOLERANCE * np.maximum(squares, copied)
+    differ |= np.isnan(squares) != np.isnan(copied)
+    return np.asarray(differ & (counted[..., COUNT] > 0) & (copy[..., COUNT] > 0))
 
 
 def _add(merged_MP: NDArray[np.float64], own_LP: NDArray[np.float64], place_L: NDArray[np.intp]) -> None:
@@ -236,10 +258,18 @@ def _groups(names: Sequence[str], schemas: Iterable[LayerSchema]) -> NDArray[np.
     return group_M
 
 
-def expected_shards(schemas: Iterable[LayerSchema]) -> int:
-    """Number of (layer, shard) pairs that report when every rank does."""
-    shards: dict[str, int] = {}
-    for schema in schemas:
-        for layer in schema.layers:
-            shards[layer.name] = max(shards.get(layer.name, 1), layer.num_shards)
-    return sum(shards.values())
+class ExpectedShards:
+    """Counts the (layer, shard) pairs that report when every rank does."""
+
+    def __init__(self) -> None:
+        self._shards: dict[str, int] = {}
+        self._total = 0
+
+    def add(self, layers: Iterable[Layer]) -> int:
+        """Take in what one more rank declares; returns the number."""
+        for layer in layers:
+            known = self._shards.get(layer.name, 0)
+            if known < max(1, layer.num_shards):
+                self._shards[layer.name] = max(1, layer.num_shards)
+                self._total += self._shards[layer.name] - known
+        return self._total

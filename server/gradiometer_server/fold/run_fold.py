@@ -7,6 +7,7 @@ those records.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,6 +19,8 @@ from gradiometer import wire
 from gradiometer_server.domain.folded import Folded, FoldedEvent
 from gradiometer_server.fold.attempt import AttemptFold, LayoutMaker
 
+BLOCK_STEPS: Final = 16
+"""From so many steps in one frame on, scalars are folded as one block rather than step by step."""
 SILENCE_S: Final = 30.0
 """A rank that says nothing for so long holds nobody back."""
 
@@ -132,6 +135,11 @@ class RunFold:
             # Ingest refuses such a frame; one from an older log is passed over rather than blocking the run.
             return []
         values_SC = np.frombuffer(frame.values, dtype="<f8").reshape(len(frame.steps), -1)
+        if attempt.mark.world_size == 1 and isinstance(schema, wire.ScalarSchema) and _is_block(frame):
+            names = tuple(column.name for column in schema.columns)
+            source.last_step = max(source.last_step, frame.steps[-1])
+            attempt.mark.heard(rank, now_s, step=source.last_step)
+            return attempt.block(names, frame.steps, frame.times, values_SC) + attempt.show(now_s)
         order = sorted(range(len(frame.steps)), key=frame.steps.__getitem__)
         # A frame is read again for some of its steps: what came of the others, too late or not, is stored.
         again = seq <= self._known.get(source.spec.source_id, 0)
@@ -216,6 +224,11 @@ class RunFold:
             )
         attempt.mark.expect(spec.world_size)
         return attempt
+
+
+def _is_block(frame: wire.Frame) -> bool:
+    steps = frame.steps
+    return len(steps) >= BLOCK_STEPS and all(map(operator.lt, steps, steps[1:]))
 
 
 def _put(

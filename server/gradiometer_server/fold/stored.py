@@ -86,6 +86,17 @@ def load_run(database: Database, run_key: int) -> LoadedRun:
     )
 
 
+def load_source(database: Database, run_key: int, source_id: int) -> LoadedSource:
+    """A source that has appeared since the run was loaded.
+
+    Raises:
+        StoreUnavailable: the database does not answer.
+        NotFound: there is no such source.
+    """
+    with database.read() as conn:
+        return _load_source(conn, runs.get_source(conn, run_key, source_id))
+
+
 def _load_source(conn: Connection, row: runs.SourceRow) -> LoadedSource:
     records = log.read_schemas(conn, row.run_key, row.source_id)
     decoded = (wire.decode_record(data) for seq, data in records if seq <= row.folded_seq)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 
 from gradiometer_server.domain.series import Series, Tail
-from gradiometer_server.fold.points import Point, SeriesName
+from gradiometer_server.fold.points import Point, Points, SeriesName
 from gradiometer_server.fold.tails import TailBuffer
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.series import SeriesKey, ensure_series
@@ -22,6 +22,8 @@ class TailSet:
 
     Attributes:
         last_step: highest step of a merged scalar since this run was loaded.
+        num_steps: points of the longest tail.
+        num_bytes: bytes of all points.
     """
 
     def __init__(self, database: Database, run_key: int, known: Iterable[Series]) -> None:
@@ -30,6 +32,7 @@ class TailSet:
         self._tails: dict[int, TailBuffer] = {}
         self._latest: dict[str, tuple[int, int, float]] = {}
         self.last_step: int | None = None
+        self.num_steps = self.num_bytes = 0
         self._lock = threading.Lock()
 
     def ensure(self, names: Iterable[SeriesName]) -> bool:
@@ -50,22 +53,36 @@ class TailSet:
         self._ids.update(made)
         return True
 
-    def append(self, points: Iterable[Point]) -> None:
+    def append(self, points: Iterable[Point | Points]) -> None:
         """Add points whose series are ensured. # Hot path: once per batch; one dictionary lookup a point."""
         for point in points:
-            series_id = self._ids[point.name]
-            tail = self._tails.get(series_id)
-            if tail is None:
-                is_layer = point.name.layout_id is not None
-                tail = TailBuffer(width=point.name.width, dtype=np.float32 if is_layer else np.float64)
-                with self._lock:
-                    self._tails[series_id] = tail
-            tail.append(point.step, point.values)
-            if point.name.rank is None and isinstance(point.values, float):
-                self._note_latest(point.name, point.step, point.values)
+            tail = self._tail(point.name)
+            before = tail.num_bytes
+            if isinstance(point, Points):
+                tail.extend(point.steps_N, point.values_N[:, None])
+                self._note_latest(point.name, int(point.steps_N[-1]), float(point.values_N[-1]))
+            else:
+                tail.append(point.step, point.values)
+                if isinstance(point.values, float):
+                    self._note_latest(point.name, point.step, point.values)
+            # Counted along: to ask every tail after every batch would cost a run of many series more than its points.
+            self.num_steps = max(self.num_steps, len(tail))
+            self.num_bytes += tail.num_bytes - before
+
+    def _tail(self, name: SeriesName) -> TailBuffer:
+        series_id = self._ids[name]
+        tail = self._tails.get(series_id)
+        if tail is None:
+            is_layer = name.layout_id is not None
+            tail = TailBuffer(width=name.width, dtype=np.float32 if is_layer else np.float64)
+            with self._lock:
+                self._tails[series_id] = tail
+        return tail
 
     def _note_latest(self, name: SeriesName, step: int, value: float) -> None:
         """A later attempt begins again at a lower step, and is the latest all the same."""
+        if name.rank is not None:
+            return
         if self.last_step is None or step > self.last_step:
             self.last_step = step
         known = self._latest.get(name.key)
@@ -91,21 +108,12 @@ class TailSet:
         """All points are in chunks now."""
         with self._lock:
             self._tails = {}
-
-    @property
-    def num_steps(self) -> int:
-        """Points of the longest tail."""
-        return max(map(len, self._tails.values()), default=0)
+        self.num_steps = self.num_bytes = 0
 
     @property
     def num_series(self) -> int:
         """Series that have points here."""
         return len(self._tails)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all points."""
-        return sum(tail.num_bytes for tail in self._tails.values())
 
 
 def _name_of(series: Series) -> SeriesName:

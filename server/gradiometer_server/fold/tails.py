@@ -49,14 +49,23 @@ class TailBuffer:
         # The count moves last: a reader that sees it sees the row as well.
         self._filled += 1
 
+    def extend(self, steps_N: NDArray[np.int64], values_NW: NDArray[np.float64]) -> None:
+        """Add many points to a float64 buffer."""
+        filled = self._filled + len(steps_N)
+        if filled > len(self._steps_N):
+            self._grow(self._values_NW.dtype, rows=filled)
+        self._steps_N[self._filled : filled] = steps_N
+        self._values_NW[self._filled : filled] = values_NW
+        self._filled = filled
+
     def view(self) -> Tail:
         """The points so far, without a copy."""
         filled = self._filled
         return Tail(steps_N=self._steps_N[:filled], values_NW=self._values_NW[:filled])
 
-    def _grow(self, dtype: np.dtype[Any]) -> None:
+    def _grow(self, dtype: np.dtype[Any], rows: int = _FIRST_ROWS) -> None:
         """Move to new arrays; readers keep the old ones."""
-        rows = max(_FIRST_ROWS, 2 * self._filled)
+        rows = max(rows, 2 * self._filled)
         steps_N = np.empty(rows, dtype=np.int64)
         values_NW = np.empty((rows, self._values_NW.shape[1]), dtype=dtype)
         steps_N[: self._filled] = self._steps_N[: self._filled]

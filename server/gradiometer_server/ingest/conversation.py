@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ class Conversation:
         accepted = one.accepted
         source = (accepted.rank, accepted.attempt)
         try:
-            await asyncio.wrap_future(one.committed)
+            await _resolved(one.committed)
             # Before anything else that can fail: what is committed is not sent again, so nobody else would fold it.
             self._hand_over(one)
             if accepted.rejected:
@@ -270,6 +271,26 @@ def unavailable_problem(error: StoreUnavailable, source: SourceName | None = Non
     return wire.Problem(
         code=StoreUnavailable.code, message=error.message, remedy=error.remedy, rank=rank, attempt=attempt
     )
+
+
+async def _resolved(future: Future[None]) -> None:
+    """Wait for a future of the log, which as a rule resolves on this event loop's own thread: nobody is woken then."""
+    loop, me = asyncio.get_running_loop(), threading.get_ident()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def on_done(_: Future[None]) -> None:
+        if threading.get_ident() == me:
+            wake()
+        else:
+            loop.call_soon_threadsafe(wake)
+
+    future.add_done_callback(on_done)
+    await waiter
+    future.result()
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -69,7 +69,7 @@ class Hub:
         Hot path: called for every fold. It must not wait for the loop, nor look at browsers.
         """
         with self._lock:
-            if self._loop is None or not updates:
+            if self._loop is None or not updates or not self._watchers:
                 return
             if len(self._inbox) + len(updates) > MAX_INBOX:
                 self.num_dropped += len(self._inbox) + len(updates)

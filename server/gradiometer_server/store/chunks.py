@@ -282,13 +282,12 @@ def commit_flush(
     _update_series(conn, plan)
     _replace_chunks(conn, plan)
     offsets = [{"of_run": plan.run_key, "of_source": key, "seq": seq} for key, seq in folded.items()]
-    for offset in offsets:
-        if conn.execute(_FOLDED, offset).rowcount != 1:
-            raise FlushConflict(
-                f"source {offset['of_source']} cannot move its fold offset to {offset['seq']}: it is beyond that, "
-                "or its log does not reach so far.",
-                remedy="Load the run's state again; only one owner may fold a run.",
-            )
+    if offsets and conn.execute(_FOLDED, offsets).rowcount != len(offsets):
+        raise FlushConflict(
+            f"a source of run {plan.run_key} cannot move its fold offset to where the plan has it: it is beyond that, "
+            "or its log does not reach so far.",
+            remedy="Load the run's state again; only one owner may fold a run.",
+        )
     if offsets and delete_frames:
         conn.execute(_DELETE_FRAMES, offsets)
     if last_steps:

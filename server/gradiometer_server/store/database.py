@@ -19,7 +19,9 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_
 
 from gradiometer_server.clock import Clock
 from gradiometer_server.errors import ConfigurationError, InvalidRequest, StoreUnavailable
+from gradiometer_server.store.checkpoints import SAFETY_PAGES, Checkpointer
 from gradiometer_server.store.lockfile import LockFile
+from gradiometer_server.store.turns import WriteTurns
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +72,10 @@ class Database:
         self.path = Path(str(self.url.database)) if self.is_sqlite else None
         self.name = self.url.render_as_string(hide_password=True)
         self.lock: LockFile | None = None
+        self._checkpointer: Checkpointer | None = None
         self._reader = self._engine(reads=True)
         self._writer = self._engine(reads=False)
-        self._writing = threading.Lock()
+        self._turns = WriteTurns()
         self._writing_thread = 0
 
     def _engine(self, *, reads: bool) -> Engine:
@@ -112,8 +115,10 @@ class Database:
             ) from error
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
+    def write(self, *, urgent: bool = False) -> Iterator[Connection]:
         """A transaction that commits on success; one at a time in this process, never one inside another.
+
+        `urgent`: somebody waits for it; it goes before others that wait (see `WriteTurns`).
 
         Raises:
             StoreUnavailable: the database refuses; nothing was written.
@@ -123,13 +128,26 @@ class Database:
             raise RuntimeError(
                 "write() inside write() would wait for itself for ever; hand the connection on"
             )
-        with self.translated("written"), self._writing:
+        with self.translated("written"), self._turns.turn(urgent=urgent):
             self._writing_thread = me
             try:
                 with self._writer.connect() as conn, conn.begin():
                     yield conn
             finally:
                 self._writing_thread = 0
+        if self._checkpointer is not None:
+            self._checkpointer.note_written()
+
+    def start_checkpoints(self) -> None:
+        """From now on SQLite's log is moved by a thread of its own; for a server. Nothing on other engines."""
+        if self.path is not None:
+            self._checkpointer = Checkpointer(self._connect_beside, lambda: self._turns.turn(urgent=False))
+            self._checkpointer.start()
+
+    def _connect_beside(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(str(self.path), timeout=_BUSY_TIMEOUT_S)
+        _prepare_sqlite(connection, None)
+        return connection
 
     @contextmanager
     def translated(self, verb: str) -> Iterator[None]:
@@ -156,6 +174,9 @@ class Database:
 
     def close(self) -> None:
         """Close all connections and let go of the file's lock."""
+        if self._checkpointer is not None:
+            self._checkpointer.stop()
+            self._checkpointer = None
         self._reader.dispose()
         self._writer.dispose()
         if self.lock is not None:
@@ -178,6 +199,7 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
         f"busy_timeout={int(_BUSY_TIMEOUT_S * 1000)}",
         "cache_size=-32768",
         "journal_size_limit=67108864",
+        f"wal_autocheckpoint={SAFETY_PAGES}",
     ):
         connection.execute(f"PRAGMA {pragma}")
 
@@ -225,6 +247,7 @@ def open_database(url: str, *, clock: Clock) -> Database:
             make_folder(database.path)
             database.lock = LockFile.take(database.path, now_s=clock.now_s())
         upgrade(database)
+        database.start_checkpoints()
     except StoreUnavailable as error:
         database.close()
         remedy = error.remedy.replace(_WAITS, "then start the server again.")

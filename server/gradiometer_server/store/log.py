@@ -6,10 +6,11 @@ below the source's `acked_seq` are dropped as resends, which also holds when the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
@@ -91,10 +92,21 @@ _UNFOLDED = select(source.c.run_id, source.c.source_id).where(source.c.acked_seq
 
 
 class LogWriter:
-    """Group commit of frames. `submit` from any thread or event loop; the futures resolve on the writer's thread."""
+    """Group commit of frames. `submit` from any thread or event loop.
 
-    def __init__(self, database: Database, *, queue_bytes: int = DEFAULT_QUEUE_BYTES) -> None:
+    The futures resolve on the writer's thread, or all those of a commit at once through `call_soon`: an event loop that
+    is woken once for each of a thousand futures is as slow as the commit.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        call_soon: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self._database, self._limit_bytes = database, queue_bytes
+        self._call_soon = call_soon
         self._queue: deque[_Submission] = deque()
         self._queued_bytes = 0
         self._changed = threading.Condition()
@@ -172,13 +184,17 @@ class LogWriter:
             except Exception as error:  # noqa: BLE001 - top of a worker loop: the log must outlive any one commit
                 self._failed(group, error)
             else:
-                _fail(gaps, _gap_error())
-                for item in group:
-                    if item not in gaps:
-                        item.future.set_result(None)
+                self._settle(lambda group=group, gaps=gaps: _committed(group, gaps))  # type: ignore[misc]
             with self._changed:
                 self._queued_bytes -= sum(item.size_bytes for item in group)
                 self._changed.notify_all()
+
+    def _settle(self, resolve: Callable[[], None]) -> None:
+        if self._call_soon is not None:
+            with contextlib.suppress(RuntimeError):  # The event loop has ended.
+                self._call_soon(resolve)
+                return
+        resolve()
 
     def _next_group(self) -> list[_Submission] | None:
         group: list[_Submission] = []
@@ -203,7 +219,7 @@ class LogWriter:
         # Hot path: no decoding of frames, one statement per kind of row for the whole group.
         frames: list[dict[str, object]] = []
         gaps: list[_Submission] = []
-        with self._database.write() as conn:
+        with self._database.write(urgent=True) as conn:
             places = sorted({item.place for item in group})
             acked = {(row[0], row[1]): row[2] for row in conn.execute(_ACKED, {"places": places})}
             before = dict(acked)
@@ -222,10 +238,11 @@ class LogWriter:
         self.num_failures += 1
         if isinstance(error, StoreUnavailable):
             logger.error("%d batches were not written: %s", len(group), error)
-            _fail(group, error)
+            self._settle(lambda: _fail(group, error))
             return
         logger.exception("%d batches were not written", len(group))
-        _fail(group, StoreUnavailable(f"the log failed: {error}.", remedy="See the server's log."))
+        failure = StoreUnavailable(f"the log failed: {error}.", remedy="See the server's log.")
+        self._settle(lambda: _fail(group, failure))
 
 
 def _rows(item: _Submission, reached: int) -> Iterable[dict[str, object]]:
@@ -267,6 +284,13 @@ def _gap_error() -> StoreUnavailable:
         "records before these were not written, because the source is unknown or its previous batch failed.",
         remedy="Send again from the first record that was not acknowledged.",
     )
+
+
+def _committed(group: Sequence[_Submission], gaps: Sequence[_Submission]) -> None:
+    _fail(gaps, _gap_error())
+    for item in group:
+        if not item.future.done():
+            item.future.set_result(None)
 
 
 def _fail(items: Iterable[_Submission], error: StoreUnavailable) -> None:

@@ -97,6 +97,9 @@ class RunPage:
 _SOURCES = (
     select(source).where(source.c.run_id == bindparam("run_key")).order_by(source.c.attempt, source.c.rank)
 )
+_ONE_SOURCE = select(source).where(
+    source.c.run_id == bindparam("run_key"), source.c.source_id == bindparam("of_source")
+)
 _RUN = select(run).where(run.c.run_id == bindparam("run_key"))
 _PUBLIC_IDS = select(run.c.run_id, run.c.public_id).where(run.c.run_id.in_(bindparam("keys", expanding=True)))
 _RUNNING = select(run.c.public_id).where(
@@ -137,6 +140,14 @@ _LATEST_OF = _LATEST.where(series.c.key.in_(bindparam("names", expanding=True)))
 def list_sources(conn: Connection, run_key: int) -> tuple[SourceRow, ...]:
     """The sources of a run, by launch and rank."""
     return tuple(source_from(row) for row in conn.execute(_SOURCES, {"run_key": run_key}))
+
+
+def get_source(conn: Connection, run_key: int, source_id: int) -> SourceRow:
+    """One source of a run. Raises `NotFound`."""
+    row = conn.execute(_ONE_SOURCE, {"run_key": run_key, "of_source": source_id}).one_or_none()
+    if row is None:
+        raise NotFound("source", str(source_id))
+    return source_from(row)
 
 
 def source_from(row: Row[Any]) -> SourceRow:

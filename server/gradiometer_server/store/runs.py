@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, bindparam, select, update
+from sqlalchemy import Connection, Row, bindparam, func, select, update
 
 from gradiometer.wire import MAX_NAME_CHARS, MAX_STEP, RunInfo, SourceInfo
 from gradiometer_server.domain.names import run_key as key_of
@@ -23,6 +23,7 @@ from gradiometer_server.store.run_rows import (
     State,
     get_run,
     get_run_by_key,
+    get_source,
     list_projects,
     list_runs,
     list_sources,
@@ -36,7 +37,7 @@ from gradiometer_server.store.values import clean_text, dump_json, load_json
 
 __all__ = [
     "LOST_AFTER_S", "RunPage", "RunRow", "SourceRow", "State", "add_unavailable", "count_rejected", "ensure_run",
-    "ensure_source", "get_run", "get_run_by_key", "heartbeat", "list_projects", "list_runs", "list_sources",
+    "ensure_source", "get_run", "get_run_by_key", "get_source", "heartbeat", "list_projects", "list_runs", "list_sources",
     "lock_run", "set_exit", "update_run",
 ]  # fmt: skip
 
@@ -52,6 +53,27 @@ _SOURCE = select(source).where(
     source.c.run_id == bindparam("of_run"),
     source.c.attempt == bindparam("launch"),
     source.c.rank == bindparam("of_rank"),
+)
+_LAUNCHES = (
+    select(source.c.attempt, source.c.ordinal).where(source.c.run_id == bindparam("of_run")).distinct()
+)
+_LAUNCH_SIZES = (
+    select(
+        source.c.attempt,
+        func.count().label("num_ranks"),
+        func.max(source.c.world_size).label("world_size"),
+    )
+    .where(source.c.run_id == bindparam("of_run"))
+    .group_by(source.c.attempt)
+)
+_EXITS = (
+    select(source.c.exit, source.c.exit_s)
+    .where(
+        source.c.run_id == bindparam("of_run"),
+        source.c.attempt == bindparam("launch"),
+        source.c.exit.is_not(None),
+    )
+    .order_by(source.c.rank)
 )
 _UPDATE_SOURCE = update(source).where(
     source.c.run_id == bindparam("of_run"), source.c.source_id == bindparam("of_source")
@@ -130,8 +152,10 @@ def ensure_source(conn: Connection, run_key: int, info: SourceInfo, now_s: float
     find = {"of_run": run_key, "launch": info.attempt, "of_rank": info.rank}
     _check_numbers(info)
     if conn.execute(_SOURCE, find).one_or_none() is None:
-        earlier = list_sources(conn, run_key)
-        conn.execute(source.insert(), _new_source(info, run_key, row.next_source_id, _ordinal(info, earlier)))
+        # Of launches, not of sources: a thousand ranks say hello at the same time.
+        ordinals = {one.attempt: one.ordinal for one in conn.execute(_LAUNCHES, {"of_run": run_key})}
+        ordinal = ordinals.get(info.attempt, max(ordinals.values(), default=0) + 1)
+        conn.execute(source.insert(), _new_source(info, run_key, row.next_source_id, ordinal))
         update_run(conn, run_key, next_source_id=row.next_source_id + 1)
         _refresh_outcome(conn, run_key)
     _touch(conn, run_key, now_s)
@@ -147,11 +171,6 @@ def _check_numbers(info: SourceInfo) -> None:
                 code="bad_source",
                 fatal=True,
             )
-
-
-def _ordinal(info: SourceInfo, earlier: tuple[SourceRow, ...]) -> int:
-    known = {row.attempt: row.ordinal for row in earlier}
-    return known.get(info.attempt, max(known.values(), default=0) + 1)
 
 
 def _new_source(info: SourceInfo, run_key: int, source_id: int, ordinal: int) -> dict[str, object]:
@@ -217,11 +236,14 @@ def outcome_of(exit: Mapping[str, Any]) -> str:
 
 
 def _refresh_outcome(conn: Connection, run_key: int) -> None:
-    # The latest attempt decides; among its ranks crashed > failed > open > finished.
-    sources = list_sources(conn, run_key)
-    ranks = [row for row in sources if row.attempt == sources[-1].attempt]
-    ended = {kind: row for row in reversed(ranks) if row.exit for kind in (outcome_of(row.exit),)}
-    is_open = any(row.exit is None for row in ranks)
+    # The latest attempt decides; among its ranks crashed > failed > open > finished. Only what the answer needs is
+    # read: a thousand ranks come and go at the same time.
+    launches = conn.execute(_LAUNCH_SIZES, {"of_run": run_key}).all()
+    latest = max(launches, key=lambda row: row.attempt)
+    ranks = conn.execute(_EXITS, {"of_run": run_key, "launch": latest.attempt}).all()
+    exits = [(load_json(row.exit), row.exit_s or 0.0) for row in ranks]
+    ended = {outcome_of(exit): exit for exit, _ in reversed(exits)}
+    is_open = latest.num_ranks > len(exits)
     outcome = next(
         (kind for kind in ("crashed", "failed") if kind in ended), "open" if is_open else "finished"
     )
@@ -230,10 +252,10 @@ def _refresh_outcome(conn: Connection, run_key: int) -> None:
         conn,
         run_key,
         outcome=outcome,
-        exit=None if last is None else dump_json(last.exit),
-        finished_s=None if last is None else max(row.exit_s or 0.0 for row in ranks),
-        attempts=len({row.attempt for row in sources}),
-        world_size=max(row.world_size for row in ranks),
+        exit=None if last is None else dump_json(last),
+        finished_s=None if last is None else max(exit_s for _, exit_s in exits),
+        attempts=len(launches),
+        world_size=latest.world_size,
     )
 
 

@@ -13,7 +13,7 @@ from gradiometer import wire
 from gradiometer_server.domain.absent import ABSENT, is_absent
 from gradiometer_server.domain.folded import LAYER_STATISTICS
 from gradiometer_server.fold import derive
-from gradiometer_server.fold.ranks import LayerMerger, expected_shards, merge_scalar, merged_layers
+from gradiometer_server.fold.ranks import ExpectedShards, LayerMerger, merge_scalar, merged_layers
 
 
 def partial(values_N: NDArray[np.float64]) -> list[float]:
@@ -92,7 +92,8 @@ def test_each_layer_and_shard_counts_once(
     merged = merge(schemas, {rank: rows(partial(piece)) for rank, piece in enumerate(pieces)})
     expected = np.concatenate([pieces[rank] for rank in counted])
     assert merged[0].tolist() == partial(expected)
-    assert expected_shards(schemas.values()) == keys[0][1]
+    expected_shards = ExpectedShards()
+    assert [expected_shards.add(one.layers) for one in schemas.values()][-1] == keys[0][1]
 
 
 def test_pipeline_stages_unite_in_the_order_of_the_lowest_rank() -> None:

@@ -29,11 +29,11 @@ class Gate(Database):
         self.fails = False
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
+    def write(self, *, urgent: bool = False) -> Iterator[Connection]:
         self.open.wait(WAIT_S)
         if self.fails:
             raise StoreUnavailable("the disk is full.")
-        with super().write() as conn:
+        with super().write(urgent=urgent) as conn:
             yield conn
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Breach
-from gradiometer_server.domain.folded import Folded, FoldedLayers
+from gradiometer_server.domain.folded import FoldedBlock, FoldedLayers, FoldedStep
 
 MAX_NAMED_LAYERS = 20
 """Most layers that one breach names; `num_layers` still counts all of them."""
@@ -28,8 +28,15 @@ class Rule(Protocol):
     quiet_steps: int
     """An episode of this rule resolves when this many steps went by without a breach."""
 
-    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+    def observe(self, item: FoldedStep, history: LayerHistory) -> list[Breach]:
         """Breaches that `item` completes; usually none."""
+        ...
+
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """Whether this rule must see every step of `block`.
+
+        False: no step of it can be a breach, and to see the first and the last two of them leaves the same state.
+        """
         ...
 
     def dump(self) -> bytes:
@@ -62,6 +69,12 @@ def nonfinite_layers(item: FoldedLayers) -> NDArray[np.bool_]:
 def nonfinite_losses(values: Mapping[str, float]) -> list[str]:
     """Names of the losses in `values` that are NaN or infinite."""
     return [name for name, value in values.items() if not math.isfinite(value) and is_loss(name)]
+
+
+def has_nonfinite_loss(block: FoldedBlock) -> bool:
+    """Whether a loss is NaN or infinite in any step."""
+    columns = [column for column, name in enumerate(block.names) if is_loss(name)]
+    return bool(columns) and not bool(np.isfinite(block.values_SC[:, columns]).all())
 
 
 def number_text(value: float | None) -> str:

@@ -12,7 +12,7 @@ from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.alerting.rules.base import MAX_NAMED_LAYERS
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import Folded, FoldedLayers, FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedLayers, FoldedScalars, FoldedStep
 from gradiometer_server.domain.names import GRAD_NORM
 
 _VERSION = 1
@@ -63,13 +63,17 @@ class DeadLayer:
         self._quiet_L: NDArray[np.int32] = np.zeros(0, np.int32)
         self._alive_L: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
-    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+    def observe(self, item: FoldedStep, history: LayerHistory) -> list[Breach]:
         """A breach when layers are found dead, when more die, and each `repeat_steps` while they are."""
         if isinstance(item, FoldedLayers):
             return self._take_layers(item)
         if isinstance(item, FoldedScalars) and GRAD_NORM in item.values:
             return self._take_norm(item, item.values[GRAD_NORM])
         return []
+
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """See `base.Rule`."""
+        return GRAD_NORM in block.names
 
     def dump(self) -> bytes:
         """State as msgpack."""

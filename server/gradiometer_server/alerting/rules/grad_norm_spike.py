@@ -20,7 +20,7 @@ from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.alerting.rules.base import number_text
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import Folded, FoldedLayers, FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedLayers, FoldedScalars, FoldedStep
 from gradiometer_server.domain.names import GRAD_NORM
 
 _VERSION = 1
@@ -89,7 +89,7 @@ class GradNormSpike:
         self._state = _State()
         self._sorted: list[float] = []
 
-    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+    def observe(self, item: FoldedStep, history: LayerHistory) -> list[Breach]:
         """A breach for a spike; again with its layers, where they arrive after the norm."""
         if isinstance(item, FoldedLayers):
             return self._take_layers(item, history)
@@ -98,6 +98,10 @@ class GradNormSpike:
             if GRAD_NORM in item.values:
                 return self._take_norm(item, item.values[GRAD_NORM])
         return []
+
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """See `base.Rule`."""
+        return GRAD_NORM in block.names
 
     def dump(self) -> bytes:
         """State as msgpack."""

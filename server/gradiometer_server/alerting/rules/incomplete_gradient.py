@@ -8,7 +8,7 @@ import msgspec
 
 from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import Folded, FoldedLayers
+from gradiometer_server.domain.folded import FoldedBlock, FoldedLayers, FoldedStep
 from gradiometer_server.domain.names import GRAD_COVERAGE
 
 _VERSION = 1
@@ -46,7 +46,7 @@ class IncompleteGradient:
         self.quiet_steps = self._defaults.quiet_steps
         self._state = _State()
 
-    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+    def observe(self, item: FoldedStep, history: LayerHistory) -> list[Breach]:
         """A breach after `after_steps` incomplete steps, and each `repeat_steps` while it lasts."""
         if not isinstance(item, FoldedLayers):
             return []
@@ -70,6 +70,10 @@ class IncompleteGradient:
                 facts=(f"{item.num_incomplete} of {len(item.layout.names)} layers are incomplete",),
             )
         ]
+
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """See `base.Rule`."""
+        return False
 
     def dump(self) -> bytes:
         """State as msgpack."""

@@ -17,6 +17,7 @@ import numpy as np
 from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.alerting.rules.base import (
     MAX_NAMED_LAYERS,
+    has_nonfinite_loss,
     nonfinite_layers,
     nonfinite_losses,
     number_text,
@@ -24,7 +25,7 @@ from gradiometer_server.alerting.rules.base import (
 from gradiometer_server.alerting.rules.scaler import SCALE, SKIPPED, skipped_step
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import Folded, FoldedEvent, FoldedLayers, FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedEvent, FoldedLayers, FoldedScalars, FoldedStep
 from gradiometer_server.domain.names import GRAD_NORM, GRAD_NUM_NONFINITE
 
 _VERSION = 1
@@ -91,7 +92,7 @@ class NonFinite:
         self.quiet_steps = self._defaults.quiet_steps
         self._state = _State()
 
-    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+    def observe(self, item: FoldedStep, history: LayerHistory) -> list[Breach]:
         """A breach when an item shows, or completes, a non-finite step."""
         if isinstance(item, FoldedLayers):
             self._take_layers(item, history)
@@ -104,6 +105,14 @@ class NonFinite:
         breaches = [breach for step in sorted(self._state.evidence) if (breach := self._judge(step))]
         self._forget()
         return breaches
+
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """See `base.Rule`."""
+        return (
+            bool(self._state.evidence)
+            or has_nonfinite_loss(block)
+            or not {GRAD_NORM, SCALE, SKIPPED}.isdisjoint(block.names)
+        )
 
     def dump(self) -> bytes:
         """State as msgpack."""

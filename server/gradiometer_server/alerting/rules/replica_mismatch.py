@@ -10,7 +10,7 @@ import msgspec
 from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.alerting.rules.base import number_text
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import Folded, FoldedLayers
+from gradiometer_server.domain.folded import FoldedBlock, FoldedLayers, FoldedStep
 from gradiometer_server.domain.names import GRAD_NORM
 
 _VERSION = 1
@@ -47,7 +47,7 @@ class ReplicaMismatchRule:
         self.quiet_steps = self._defaults.quiet_steps
         self._state = _State()
 
-    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+    def observe(self, item: FoldedStep, history: LayerHistory) -> list[Breach]:
         """A breach at the first step with a mismatch, and each `repeat_steps` while it lasts."""
         if not isinstance(item, FoldedLayers) or item.mismatch is None:
             return []
@@ -79,6 +79,10 @@ class ReplicaMismatchRule:
                 ),
             )
         ]
+
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """See `base.Rule`."""
+        return False
 
     def dump(self) -> bytes:
         """State as msgpack."""

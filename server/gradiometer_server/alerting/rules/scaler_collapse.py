@@ -15,13 +15,14 @@ import numpy as np
 from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.alerting.rules.base import (
     MAX_NAMED_LAYERS,
+    has_nonfinite_loss,
     nonfinite_layers,
     nonfinite_losses,
     number_text,
 )
 from gradiometer_server.alerting.rules.scaler import SCALE, SKIPPED, skipped_step
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import Folded, FoldedEvent, FoldedLayers, FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedEvent, FoldedLayers, FoldedScalars, FoldedStep
 
 _VERSION = 1
 
@@ -76,7 +77,7 @@ class ScalerCollapse:
         self.quiet_steps = self._defaults.quiet_steps
         self._state = _State()
 
-    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+    def observe(self, item: FoldedStep, history: LayerHistory) -> list[Breach]:
         """At most one breach for each skipped step."""
         if isinstance(item, FoldedLayers):
             self._take_layers(item)
@@ -85,6 +86,10 @@ class ScalerCollapse:
         else:
             return self._take_scalars(item)
         return []
+
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """See `base.Rule`."""
+        return has_nonfinite_loss(block) or not {SCALE, SKIPPED}.isdisjoint(block.names)
 
     def dump(self) -> bytes:
         """State as msgpack."""

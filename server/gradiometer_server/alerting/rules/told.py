@@ -8,7 +8,7 @@ import msgspec
 
 from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import Folded, FoldedEvent
+from gradiometer_server.domain.folded import FoldedBlock, FoldedEvent, FoldedStep
 
 MAX_TEXT_CHARS: Final = 4000
 _VERSION: Final = 1
@@ -31,7 +31,7 @@ class ToldRule:
         """What `event` says; `step` is its own, or else the run's."""
         raise NotImplementedError
 
-    def observe(self, item: Folded, history: LayerHistory) -> list[Breach]:
+    def observe(self, item: FoldedStep, history: LayerHistory) -> list[Breach]:
         """See `base.Rule`."""
         if not isinstance(item, FoldedEvent):
             self._state.step = max(self._state.step, item.step)
@@ -39,6 +39,10 @@ class ToldRule:
         if item.kind != self.event_kind:
             return []
         return [self.breach(item, self._state.step if item.step is None else item.step)]
+
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """See `base.Rule`."""
+        return False
 
     def dump(self) -> bytes:
         """State as msgpack."""
