@@ -22,6 +22,7 @@ import torch
 from gradiometer import wire
 from gradiometer.capture import dump, forward, layout, scaling, scripting
 from gradiometer.capture.agreement import Agreement
+from gradiometer.capture.compiled import is_compiled
 from gradiometer.capture.observer import StepScalars
 from gradiometer.flight import MAX_BATCHES, FlightDesk
 from gradiometer.guard import Guard
@@ -110,7 +111,7 @@ class FlightRecorder:
         self._extremes: list[torch.Tensor] = []
         self._handles: list[Any] = []
         desk.begin_step = self._begin_step
-        if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        if is_compiled(model):
             unavailable(
                 self.part,
                 "the model is compiled: what its forward is called with is saved only if run.record_batch is called",
