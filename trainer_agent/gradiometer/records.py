@@ -84,6 +84,8 @@ class Records:
         self._undeclared: set[int] = set()
         self._layer_frames: dict[int, _OpenFrame] = {}
         self._scalar_frames: dict[int, _OpenFrame] = {}
+        self._schemas_of_name: dict[str, list[int]] = {}
+        self._overlaps: dict[int, set[int]] = {}
         self._layered_steps: set[int] = set()
         self._done: list[bytes] = []
         self._in_flight: list[int] = []
@@ -101,13 +103,41 @@ class Records:
             if self._next_schema_id > limits.MAX_SCHEMAS:
                 raise TooManyNames(f"{columns[0].name!r}; do not put a changing number into a name")
             known = self._scalar_schemas[columns] = self._new_id()
+            self._note_overlaps(known, columns)
         if recent is None:
             if len(self._recent_scalars) >= _RECENT_SCHEMAS:
                 self._recent_scalars.clear()
             self._recent_scalars[id(columns)] = (columns, known)
+        if known in self._overlaps:
+            self._end_newer_scalars(known)
         if known in self._undeclared:
             self._declare(known, wire.encode(wire.ScalarSchema(schema_id=known, columns=columns)))
         self._add(self._scalar_frames, known, step, time, struct.pack(f"<{len(row)}d", *row))
+
+    def _note_overlaps(self, schema_id: int, columns: tuple[wire.Column, ...]) -> None:
+        """Find out which sets of names share one with this new set."""
+        others: set[int] = set()
+        for column in columns:
+            of_name = self._schemas_of_name.setdefault(column.name, [])
+            others.update(of_name)
+            of_name.append(schema_id)
+        for other in others:
+            self._overlaps.setdefault(other, set()).add(schema_id)
+        if others:
+            self._overlaps[schema_id] = others
+
+    def _end_newer_scalars(self, schema_id: int) -> None:
+        """Close the open frames if one that was begun after this schema's shares a name with it.
+
+        Otherwise what is said of a metric now would come before what was said of it earlier.
+        """
+        overlaps = self._overlaps[schema_id]
+        for key in reversed(self._scalar_frames):
+            if key == schema_id:
+                return
+            if key in overlaps and schema_id in self._scalar_frames:
+                self._close_frames()
+                return
 
     def _add_one_by_one(
         self, step: int, time: float, columns: tuple[wire.Column, ...], row: Sequence[float]

@@ -53,6 +53,56 @@ def test_another_order_or_merge_of_columns_is_another_schema():
     assert len([kind for kind in kinds(decoded(builder)) if kind == "ScalarSchema"]) == 3
 
 
+def test_the_words_on_a_metric_keep_their_order_whatever_it_is_logged_with():
+    """The server merges ranks, and takes the last word of each on a step until it speaks of a later one."""
+    loss, val, lr = wire.Column("train/loss"), wire.Column("val/loss"), wire.Column("lr")
+    said = [
+        (1, (loss,)),
+        (2, (loss,)),
+        (3, (loss, val)),
+        (4, (loss,)),
+        (4, (loss, val)),
+        (4, (loss,)),
+        (5, (lr,)),
+    ]
+    said += [
+        (5, (loss, val)),
+        (6, (loss,)),
+        (6, (val,)),
+        (7, (val, lr)),
+        (7, (lr,)),
+        (8, (lr,)),
+        (8, (val, lr)),
+    ]
+    builder, number, told = records.Records(), 0.0, {}
+    for step, names in said:
+        number += 1.0
+        builder.add_scalars(step, 0.0, names, [number] * len(names))
+        for column in names:
+            told.setdefault(column.name, []).append((step, number))
+    schemas, found = {}, {}
+    for record in decoded(builder):
+        if isinstance(record, wire.ScalarSchema):
+            schemas[record.schema_id] = record.columns
+            continue
+        names = schemas[record.schema_id]
+        values = struct.unpack(f"<{len(record.steps) * len(names)}d", record.values)
+        for place, step in enumerate(record.steps):
+            for at, column in enumerate(names):
+                value = values[place * len(names) + at]
+                found.setdefault(column.name, []).append((step, value))
+    assert found == told
+
+
+def test_sets_of_names_that_share_none_do_not_part_each_others_frames():
+    builder = records.Records()
+    for step in range(100):
+        for name in ("a", "b", "c"):
+            builder.add_scalars(step, 0.0, columns(name), (1.0,))
+    frames = [one for one in decoded(builder) if isinstance(one, wire.Frame)]
+    assert [len(frame.steps) for frame in frames] == [100, 100, 100]
+
+
 def test_layers_come_before_scalars_and_events_stay_in_place():
     builder = records.Records()
     builder.add_scalars(1, 0.0, columns("a"), [1])
