@@ -47,7 +47,9 @@ def downgrade() -> None:
 def drop_thinned() -> None:
     """Chunks without values cannot be read by what knows only revision 0003: they go, and the series say so."""
     conn = op.get_bind()
-    runs = conn.execute(sa.text("SELECT run_id FROM run WHERE thinned_s IS NOT NULL")).scalars().all()
+    # Not by run.thinned_s, which is only set once all of a run is thinned.
+    found = conn.execute(sa.text("SELECT DISTINCT run_id FROM chunk WHERE length(data) = 0"))
+    runs = found.scalars().all()
     for run_id in runs:
         conn.execute(sa.text("DELETE FROM chunk WHERE run_id = :run AND length(data) = 0"), {"run": run_id})
         rows = (

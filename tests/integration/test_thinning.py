@@ -11,7 +11,7 @@ from sqlalchemy import select, update
 from gradiometer_server.clock import SystemClock
 from gradiometer_server.domain.series import Buckets, Series
 from gradiometer_server.errors import Conflict, NotFound
-from gradiometer_server.store import maintenance, thinning
+from gradiometer_server.store import maintenance, space, thinning
 from gradiometer_server.store.database import Database, open_database
 from gradiometer_server.store.query import SeriesReader
 from gradiometer_server.store.series import SeriesKey, ensure_layout
@@ -137,6 +137,21 @@ def test_points_that_come_after_all_are_kept_beside_or_counted(database: Databas
     assert int(found.num_finite_BW.sum()) == STEPS - 2 + 4
     assert found.max_BW.max() == 1e300
     assert list(maintenance.check(database)) == []
+
+
+def test_a_run_that_comes_back_and_is_old_again_is_thinned_again(database: Database) -> None:
+    key, one, _ = fill(database)
+    first, _ = thinning.thin_batch(database, key, (-1, -1), LATER_S)
+    assert first is not None
+    assert not next(space.list_space(database, with_bytes=False)).is_thinned, "a stop has cut it short"
+    thin(database, key)
+    found = next(space.list_space(database, with_bytes=True))
+    assert (found.is_thinned, found.raw_bytes) == (True, 0)
+    with database.write() as conn:
+        conn.execute(update(run).values(updated_s=2 * LATER_S))
+    flush(database, key, (one, tail(np.arange(20_000, 30_000), np.ones(10_000))))
+    assert not next(space.list_space(database, with_bytes=False)).is_thinned
+    assert thin(database, key) > 0
 
 
 def test_layers_of_a_thinned_run(database: Database) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Connection, Table, bindparam, func, select, tuple_, update
+from sqlalchemy import Connection, Table, bindparam, func, literal, select, tuple_, update
 
 from gradiometer_server.domain.names import run_key as key_of
 from gradiometer_server.errors import Conflict, ProtocolError, StoreUnavailable
@@ -19,12 +19,10 @@ from gradiometer_server.store.run_rows import get_run
 from gradiometer_server.store.run_writes import lock_run
 from gradiometer_server.store.statements import insert_or_update
 from gradiometer_server.store.tables import deleted_run, metadata, run, source
+from gradiometer_server.store.thinning import first_rows
 
 _BATCH_ROWS: Final = 2000
-"""Rows that are deleted in one transaction: nobody may wait long for SQLite's only write lock."""
-_HEAVY: Final = ("chunk", "frame", "detail")
-"""Tables whose rows are large, some 100 KiB as a rule."""
-_HEAVY_ROWS: Final = 32
+"""Rows that are deleted in one transaction, or fewer large ones: nobody may wait long for SQLite's only write lock."""
 PER_RUN: Final[tuple[Table, ...]] = tuple(
     table for table in metadata.sorted_tables if "run_id" in table.c and table not in (run, deleted_run)
 )
@@ -111,14 +109,16 @@ def purge_batch(database: Database, run_key: int) -> bool:
 
 def _delete_some(conn: Connection, table: Table, run_key: int) -> int:
     keys = [column for column in table.primary_key.columns if column.name != "run_id"]
-    limit = _HEAVY_ROWS if table.name in _HEAVY else _BATCH_ROWS
-    rows = conn.execute(select(*keys).where(table.c.run_id == run_key).order_by(*keys).limit(limit)).all()
+    size = func.length(table.c.data) if "data" in table.c else literal(0)
+    found = (
+        select(*keys, size.label("size")).where(table.c.run_id == run_key).order_by(*keys).limit(_BATCH_ROWS)
+    )
+    rows = first_rows(conn.execute(found).all())
     if not rows:
         return 0
     # A range of the key, not a list of keys: everything up to the last row that was found.
-    last = tuple_(
-        *(bindparam(None, value, type_=key.type) for key, value in zip(keys, rows[-1], strict=True))
-    )
+    values = zip(keys, rows[-1][: len(keys)], strict=True)
+    last = tuple_(*(bindparam(None, value, type_=key.type) for key, value in values))
     conn.execute(table.delete().where(table.c.run_id == run_key, tuple_(*keys) <= last))
     return len(rows)
 

@@ -25,6 +25,7 @@ class RunSpace:
 
     Attributes:
         updated_s: its last sign of life or change of state.
+        is_thinned: nothing has come since all its raw points were dropped.
         raw_bytes: points that thinning would give up; `detail_bytes`: rings and histograms of single ranks;
             `rest_bytes`: summaries and the log. All zero when they were not asked for.
     """
@@ -85,7 +86,7 @@ def list_space(database: Database, *, with_bytes: bool) -> Iterator[RunSpace]:
             run_id=row.public_id,
             tags=tuple(load_json(row.tags)),
             updated_s=row.updated_s,
-            is_thinned=row.thinned_s is not None,
+            is_thinned=row.thinned_s is not None and row.thinned_s >= row.updated_s,
             **sizes,
         )
 

@@ -1,12 +1,13 @@
 """Giving up what costs most of old runs, in short transactions: single ranks' details, and raw points.
 
 A thinned chunk keeps its summary: every extreme and every count of values that are not finite survives, in windows of
-about 64 points. `data` is empty then, and `run.thinned_s` says since when.
+about 64 points. `data` is empty then; `run.thinned_s` says when the last chunk of a run was thinned.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, func, null, select, tuple_, update
 
@@ -15,8 +16,9 @@ from gradiometer_server.store.run_rows import LOST_AFTER_S
 from gradiometer_server.store.run_writes import lock_run, update_run
 from gradiometer_server.store.tables import chunk, detail, run, source
 
-BATCH_ROWS: Final = 32
-"""Rows of some 100 KiB in one transaction, which holds SQLite's only write lock."""
+BATCH_ROWS: Final = 256
+BATCH_BYTES: Final = 4 * 1024 * 1024
+"""Most in one transaction (at least one row), which holds SQLite's only write lock."""
 OPEN_GRACE_S: Final = 24 * 3600.0
 """A run that did not end but fell silent is left alone for so long: it may come back."""
 
@@ -73,6 +75,16 @@ def is_quiet(conn: Connection, run_key: int, now_s: float) -> bool:
     return conn.execute(_UNFOLDED, {"of_run": run_key}).first() is None
 
 
+def first_rows(rows: Sequence[Any], limit_bytes: int = BATCH_BYTES) -> Sequence[Any]:
+    """The first of the rows, by their `size`, that one transaction may touch; at least one, if there is any."""
+    total = 0
+    for place, row in enumerate(rows):
+        total += row.size
+        if place and total > limit_bytes:
+            return rows[:place]
+    return rows
+
+
 def thin_batch(database: Database, run_key: int, after: Place, now_s: float) -> tuple[Place | None, int]:
     """Empty some chunks after `after`, in order of series and step, if the run is still quiet.
 
@@ -83,11 +95,12 @@ def thin_batch(database: Database, run_key: int, after: Place, now_s: float) -> 
         if not is_quiet(conn, run_key, now_s):
             return None, 0
         find = {"of_run": run_key, "after_series": after[0], "after_step": after[1]}
-        rows = conn.execute(_RAW, find).all()
+        rows = first_rows(conn.execute(_RAW, find).all())
         if rows:
             places = [{"of_run": run_key, "of_series": row.series_id, "begin": row.step0} for row in rows]
             conn.execute(_EMPTY, places)
-        if lock_run(conn, run_key).thinned_s is None:
+        else:
+            lock_run(conn, run_key)
             update_run(conn, run_key, thinned_s=now_s)
     last = (rows[-1].series_id, rows[-1].step0) if rows else None
     return last, int(sum(row.size for row in rows))
@@ -101,7 +114,7 @@ def drop_details_batch(database: Database, run_key: int, now_s: float) -> int | 
     with database.write() as conn:
         if not is_quiet(conn, run_key, now_s):
             return None
-        rows = conn.execute(_DETAILS, {"of_run": run_key}).all()
+        rows = first_rows(conn.execute(_DETAILS, {"of_run": run_key}).all())
         if not rows:
             return None
         conn.execute(
