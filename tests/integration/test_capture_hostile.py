@@ -177,7 +177,7 @@ def test_a_copy_of_a_watched_model_can_be_saved_and_scripted_as_if_it_were_not(t
     model, optimizer = model_and_optimizer()
     x = torch.ones(2, 4)
     with gm.init(mode="offline", spool=tmp_path, flight_recorder=flight_recorder) as opened:
-        opened.watch(model, optimizer, forward=False)
+        opened.watch(model, optimizer)
         steps(model, optimizer)
         made = copy.deepcopy(model)
         assert copy.deepcopy(made)(x).equal(model(x))

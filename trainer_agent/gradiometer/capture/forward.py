@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from gradiometer.capture import finite, layout, readback, scalars, scripting
+from gradiometer.capture.compiled import is_compiled
 from gradiometer.capture.naming import PlainNames
 from gradiometer.capture.readback import Readback
 from gradiometer.guard import Guard
@@ -111,11 +112,7 @@ class _LeafHook:
         return (getattr, (contextlib.nullcontext(), "__exit__"))
 
     def __deepcopy__(self, _memo: Any) -> Any:
-        return _ignore
-
-
-def _ignore(_module: Any, _args: Any, _output: Any) -> None:
-    """The hook of a copied model: the run watches the original."""
+        return scripting.LeftBehind()
 
 
 class ForwardProbe:
@@ -205,7 +202,7 @@ def why_not(model: torch.nn.Module, forward: bool | None) -> str | None:
     if forward is False:
         return "switched off by watch(forward=False)"
     modules = list(model.modules())
-    if any(_is_compiled(module) for module in modules):
+    if any(is_compiled(module) for module in modules):
         return "the model is compiled: a hook with a side effect would break its graphs"
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         return "the model is a TorchScript module"
@@ -221,10 +218,6 @@ def _why_not_by_default(model: torch.nn.Module) -> str | None:
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return "the model is on an accelerator, where the probe's cost has not been measured: pass watch(forward=True)"
     return None
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def first_floating(output: Any, depth: int = 3) -> torch.Tensor | None:
