@@ -16,7 +16,7 @@ from sqlalchemy import Connection, TextClause, bindparam, select, text
 
 from gradiometer_server.store.pieces import Fetched, Piece
 from gradiometer_server.store.tables import chunk
-from gradiometer_server.summaries.selection import StoredChunk, needs_points
+from gradiometer_server.summaries.selection import needs_points
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,26 +193,33 @@ def _blocks(
 
 
 def _choose(wish: Wish, rows: Sequence[Any]) -> _Choice:
-    before = [row for row in rows if row.step1 < wish.first]
+    end, tail_N = _end(wish), wish.piece.steps_N
+    before = [row for row in rows if row.step1 < wish.first] if wish.lead else []
     inside = rows[len(before) :]
-    certain = [row for row in inside if row.step0 >= wish.first and row.step1 <= _end(wish)]
-    all_points = wish.width == 0 or sum(row.n for row in certain) <= wish.fit
+    all_points = wish.width == 0 or _may_fit(wish, inside, end)
     summaries, begins, coarsest = [], _leading(before, wish.lead), 1
     for row in inside:
-        stored = StoredChunk(step0=row.step0, step1=row.step1, n=row.n, summary_width=row.summary_width)
         if row.num_bytes == 0:
             summaries.append(row)
             coarsest = max(coarsest, row.summary_width)
-        elif all_points or _needs_points(wish, stored):
+        elif all_points or needs_points(
+            row, first=wish.first, last=end, width=wish.width, tail_steps_N=tail_N
+        ):
             begins.append(row.step0)
         else:
             summaries.append(row)
     return _Choice(summaries=summaries, begins=begins, coarsest=coarsest)
 
 
-def _needs_points(wish: Wish, stored: StoredChunk) -> bool:
-    steps_N = wish.piece.steps_N
-    return needs_points(stored, first=wish.first, last=_end(wish), width=wish.width, tail_steps_N=steps_N)
+def _may_fit(wish: Wish, rows: Sequence[Any], end: int) -> bool:
+    """Whether there may be few enough points, as far as chunks that the range does not cut tell."""
+    total = 0
+    for row in rows:
+        if row.step0 >= wish.first and row.step1 <= end:
+            total += row.n
+            if total > wish.fit:
+                return False
+    return True
 
 
 def _leading(before: Sequence[Any], lead: int) -> list[int]:

@@ -57,7 +57,8 @@ class SourceRow:
 class RunRow:
     """A run as REST shows it (docs/architecture.md, **Run**), with its storage key and its settings.
 
-    `latest` and `last_step` are of the chunks; `query.SeriesReader.latest` adds what is not yet in one.
+    `latest` and `last_step` are of the chunks; `query.SeriesReader.latest` adds what is not yet in one. In lists, `config` and
+    `unavailable` are empty.
     """
 
     run_key: int
@@ -100,6 +101,10 @@ _SOURCES = (
 _ONE_SOURCE = select(source).where(
     source.c.run_id == bindparam("run_key"), source.c.source_id == bindparam("of_source")
 )
+_LISTED: Final = tuple(
+    column for column in run.c if column.name not in ("config", "unavailable", "search", "edited")
+)
+"""A list reads no config: a thousand of them would be megabytes that it does not show."""
 _RUN = select(run).where(run.c.run_id == bindparam("run_key"))
 _PUBLIC_IDS = select(run.c.run_id, run.c.public_id).where(run.c.run_id.in_(bindparam("keys", expanding=True)))
 _RUNNING = select(run.c.public_id).where(
@@ -196,7 +201,7 @@ def list_runs(
     """
     if not 1 <= limit <= MAX_PAGE:
         raise InvalidRequest(f"limit is {limit}; it must be from 1 to {MAX_PAGE}.", field="limit")
-    statement = select(run).order_by(run.c.created_s.desc(), run.c.run_id.desc()).limit(limit + 1)
+    statement = select(*_LISTED).order_by(run.c.created_s.desc(), run.c.run_id.desc()).limit(limit + 1)
     if project is not None:
         statement = statement.where(run.c.project == project)
     if state is not None:
@@ -276,6 +281,7 @@ def _rows(
     alerts: dict[int, dict[str, int]] = {}
     for row in conn.execute(_ALERTS, keys):
         alerts.setdefault(row.run_id, {})[row.state] = row.num_alerts
+    is_whole = "config" in found[0]._fields
     of_sources = {row.run_id: row for row in conn.execute(_OF_SOURCES, keys)}
     latest: dict[int, dict[str, float]] = {}
     last_step = {key: row.last_step for key, row in of_sources.items() if row.last_step is not None}
@@ -292,6 +298,7 @@ def _rows(
             latest=latest.get(row.run_id, {}),
             alerts=alerts.get(row.run_id, {}),
             dropped_reports=int(of_sources[row.run_id].dropped) if row.run_id in of_sources else 0,
+            is_whole=is_whole,
         )
         for row in found
     ]
@@ -311,6 +318,7 @@ def _run_from(
     latest: dict[str, float],
     alerts: dict[str, int],
     dropped_reports: int,
+    is_whole: bool,
 ) -> RunRow:
     return RunRow(
         run_key=row.run_id,
@@ -334,7 +342,7 @@ def _run_from(
         rejected_records=row.rejected_records,
         last_rejection=row.last_rejection,
         dropped_reports=dropped_reports,
-        config=load_json(row.config),
-        unavailable=load_json(row.unavailable),
+        config=load_json(row.config) if is_whole else {},
+        unavailable=load_json(row.unavailable) if is_whole else {},
         thinned_s=row.thinned_s,
     )

@@ -31,7 +31,9 @@ def dump_json(value: Any) -> str:
 
 def load_json(text: str) -> Any:
     """Inverse of `dump_json`."""
-    return json.loads(text)
+    if text == "{}":
+        return {}
+    return [] if text == "[]" else json.loads(text)
 
 
 def pack_float(value: float | None) -> bytes | None:

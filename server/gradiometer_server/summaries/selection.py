@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,17 @@ class StoredChunk(Span):
     summary_width: int
 
 
+class ChunkLike(Protocol):
+    """What selection looks at: a `StoredChunk`, or the row of one."""
+
+    @property
+    def step0(self) -> int: ...
+    @property
+    def step1(self) -> int: ...
+    @property
+    def summary_width(self) -> int: ...
+
+
 def display_width(first: int, last: int, most_buckets: int) -> int:
     """The smallest power of two whose aligned buckets over first..last (inclusive) number at most `most_buckets`."""
     if most_buckets < 1:
@@ -33,7 +45,7 @@ def display_width(first: int, last: int, most_buckets: int) -> int:
 
 
 def needs_points(
-    chunk: StoredChunk, *, first: int, last: int, width: int, tail_steps_N: NDArray[np.int64]
+    chunk: ChunkLike, *, first: int, last: int, width: int, tail_steps_N: NDArray[np.int64]
 ) -> bool:
     """Whether the chunk's points must be decoded, because its summary cannot answer exactly.
 
@@ -42,6 +54,8 @@ def needs_points(
     """
     if chunk.summary_width > width or chunk.step0 < first or chunk.step1 > last:
         return True
+    if not len(tail_steps_N):
+        return False
     begin, end = np.searchsorted(tail_steps_N, [chunk.step0, chunk.step1 + 1])
     return bool(begin < end)
 
