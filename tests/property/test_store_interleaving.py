@@ -2,8 +2,12 @@
 
 What varies: worlds of 1 to 4 ranks that join while the run goes on and leave it (in order, or killed); up to three
 attempts over the same steps, told in any order; several schemas, also declared in the middle; frames of one or many
-steps with gaps; steps that are told again before the next one; batches sent twice; restarts before the fold, after it,
-in the middle of a flush and after it. Values are hostile: NaN payloads, infinities, -0.0, subnormals, 1e308.
+steps with gaps; layers that are added; steps that are told again before the next one; batches sent twice; restarts
+before the fold, after it, in the middle of a flush and after it. Values are hostile: NaN payloads, infinities, -0.0,
+subnormals, 1e308.
+
+What may not vary: a rank's steps rise, as the agent has it. Beyond `SILENCE_S` of silence, and more than 256 steps
+behind, what comes late is merged differently or not at all; that is documented, and tested elsewhere.
 """
 
 from __future__ import annotations
@@ -98,6 +102,7 @@ class World:
     steps: tuple[int, ...]
     sharded: bool
     merges: dict[str, str]
+    grows_at: int
 
 
 def schemas_of(world: World, rank: int, chance: random.Random) -> list[wire.Record]:
@@ -122,14 +127,28 @@ def schemas_of(world: World, rank: int, chance: random.Random) -> list[wire.Reco
     ]
 
 
+def more_layers(world: World, rank: int) -> wire.LayerSchema:
+    """A second optimizer's layers, declared while the run goes on: the layout grows from there."""
+    shard = (rank,) if world.sharded and world.size > 1 else ()
+    name = "more" if world.sharded else f"stage{rank}.more"
+    layer = wire.Layer(name, (8 * world.size,), 8 * world.size, shard, world.size if world.sharded else 1)
+    return wire.LayerSchema(schema_id=5, layers=(layer,))
+
+
 def said_by(world: World, rank: int, steps: tuple[int, ...], chance: random.Random) -> list[wire.Record]:
     """Schemas, one of them late; then scalars and layers of every step, in frames of one to four steps."""
     first, late, *layers = schemas_of(world, rank, chance)
     said: list[wire.Record] = [first, *layers]
     late_at = chance.choice(range(len(steps) + 1))
+    more = more_layers(world, rank)
     place = 0
     while place < len(steps):
         some = steps[place : place + chance.randint(1, 4)]
+        grown = some[0] >= world.grows_at
+        if not grown and some[-1] >= world.grows_at:
+            some = tuple(step for step in some if step < world.grows_at)
+        if grown and more not in said:
+            said.append(more)
         said.append(frame(first, some, rank, chance))
         for _ in range(chance.choice([0, 0, 0, 1, 3])):
             # As a loop does that logs at every micro-batch: the last word on a step counts.
@@ -139,15 +158,17 @@ def said_by(world: World, rank: int, steps: tuple[int, ...], chance: random.Rand
             late_at, declared, late = len(steps) + 1, late, None
         elif late is None and chance.random() < 0.5:
             said.append(frame(declared, some[-1:], rank, chance))
-        for one in ((step,) for step in some) if chance.random() < 0.5 else (some,):
+        for one in ((step,) for step in some) if grown or chance.random() < 0.5 else (some,):
             said.append(frame(chance.choice(layers), one, rank, chance))
+            if grown:
+                said.append(frame(more, one, rank, chance))
         place += len(some)
     return said
 
 
 def frame(schema: wire.Record, steps: tuple[int, ...], rank: int, chance: random.Random) -> wire.Frame:
     if isinstance(schema, wire.LayerSchema):
-        width_of = [partials(chance, schema.statistics) for _ in range(NUM_LAYERS * len(steps))]
+        width_of = [partials(chance, schema.statistics) for _ in range(len(schema.layers) * len(steps))]
         row = [number for layer in width_of for number in layer]
     else:
         assert isinstance(schema, wire.ScalarSchema)
@@ -185,12 +206,14 @@ def story_of(chance: random.Random) -> Story:
     writers: list[Writer] = []
     for attempt in range(1, chance.choice([1, 1, 2, 3]) + 1):
         begin = chance.randint(0, 30)
+        grows_at = chance.choice([10**9, 10**9, begin + 20])
         names = chance.sample(["train/loss", "lr", "memory", "tokens"], chance.randint(1, 4))
         world = World(
             attempt=attempt,
             size=chance.randint(1, 4),
             steps=tuple(sorted(chance.sample(range(begin, begin + 60), chance.choice([1, 3, 12, 30])))),
             sharded=chance.random() < 0.5,
+            grows_at=grows_at,
             merges={name: chance.choice(["mean", "sum", "min", "max"]) for name in names},
         )
         writers += [writer_of(world, rank, chance) for rank in range(world.size)]
@@ -272,7 +295,7 @@ def check_story(store: Store, seed: int) -> None:
 
 
 # Without shrinking: an example is a seed, and a smaller seed is no simpler story.
-@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(seed=st.integers(0, 2**32))
 def test_any_order_and_any_restarts_leave_the_same_bytes(sqlite: Store, seed: int) -> None:
     check_story(sqlite, seed)

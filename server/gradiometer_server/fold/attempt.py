@@ -33,6 +33,9 @@ LayoutMaker = Callable[[tuple[str, ...], tuple[int, ...]], Layout]
 Partials = Mapping[int, NDArray[np.float64]]
 """schema id -> float64 (L, P): what one rank says of all layers in one step."""
 
+Writer = tuple[int, int]
+"""(rank, schema id)."""
+
 _MAX_MERGERS: Final = 64
 _MAX_LAYER_BYTES: Final = 256 * 1024 * 1024
 """Most of the partials that wait for other ranks, by the largest rank's; a step of all ranks is kept in any case."""
@@ -52,9 +55,9 @@ class AttemptFold:
         self._merges: dict[str, dict[int, str]] = {}
         self._layers: Lane[Partials] = Lane(shows_lone=False, is_whole=self._watches.is_whole)
         self._alone: tuple[int, Partials] | None = None
-        self._schemas: dict[tuple[int, int], LayerSchema] = {}
-        self._layout: Layout | None = None
-        self._mergers: dict[tuple[tuple[int, int], ...], tuple[Layout, LayerMerger, CoverageCheck]] = {}
+        self._schemas: dict[Writer, LayerSchema] = {}
+        self._declared_at: dict[Writer, int] = {}
+        self._mergers: dict[tuple[tuple[Writer, ...], int], tuple[Layout, LayerMerger, CoverageCheck]] = {}
         self._lists: dict[int, set[tuple[Layer, ...]]] = {}
         self._shards = ExpectedShards()
         self._expected = 0
@@ -67,12 +70,14 @@ class AttemptFold:
             self._lane(column.name).declared.add(rank)
             self._merges.setdefault(column.name, {})[rank] = column.merge
 
-    def declare_layers(self, rank: int, schema: LayerSchema) -> None:
-        """`rank` will report these layers; the layout of the attempt may grow by it."""
+    def declare_layers(self, rank: int, schema: LayerSchema, *, after_step: int = -1) -> None:
+        """`rank` will report these layers; the layout of the attempt grows by it after its step `after_step`."""
         self._layers.declared.add(rank)
-        self._schemas[rank, schema.schema_id] = schema
+        writer = (rank, schema.schema_id)
+        if after_step >= 0 and writer not in self._schemas:
+            self._declared_at[writer] = after_step
+        self._schemas[writer] = schema
         self._watches.declare(rank, schema)
-        self._layout = None
         self._expected = self._shards.add(schema.layers)
         lists = self._lists.setdefault(rank, set())
         # One schema of each list of layers: the others say the same of other steps, with fewer or more statistics.
@@ -202,7 +207,7 @@ class AttemptFold:
             for rank, schemas in sorted(by_rank.items())
             for schema_id, partials_LP in sorted(schemas.items())
         }
-        layout, merger, check = self._merger(tuple(partials))
+        layout, merger, check = self._merger(tuple(partials), step)
         merged = merger.merge(partials)
         coverage = check.of(partials, merged.partials_MP)
         items: list[Folded] = [
@@ -228,17 +233,26 @@ class AttemptFold:
             items.append(FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=totals))
         return items
 
-    def _merger(self, writers: tuple[tuple[int, int], ...]) -> tuple[Layout, LayerMerger, CoverageCheck]:
-        """The layout of all layers known by now, and how these (rank, schema) pairs merge into it."""
-        found = self._mergers.get(writers)
+    def _merger(self, writers: tuple[Writer, ...], step: int) -> tuple[Layout, LayerMerger, CoverageCheck]:
+        """The layout of the layers that were known in `step`, and how these (rank, schema) pairs merge into it.
+
+        What a rank declares later has no part in it: otherwise it would depend on how far the other ranks are.
+        """
+        # Of schemas declared one after the other, how many were known says which.
+        num_known = sum(after < step for after in self._declared_at.values())
+        found = self._mergers.get((writers, num_known))
         if found is None:
-            if self._layout is None:
-                self._layout = self._make_layout(*merged_layers(self._schemas))
+            known = {
+                writer: schema
+                for writer, schema in self._schemas.items()
+                if self._declared_at.get(writer, -1) < step or writer in writers
+            }
+            layout = self._make_layout(*merged_layers(known))
             if len(self._mergers) >= _MAX_MERGERS:
                 self._mergers.clear()
-            merger = LayerMerger(self._layout.names, {writer: self._schemas[writer] for writer in writers})
-            check = CoverageCheck(self._layout.names, self._layout.numels, self._schemas, writers)
-            found = self._mergers[writers] = (self._layout, merger, check)
+            merger = LayerMerger(layout.names, {writer: known[writer] for writer in writers})
+            check = CoverageCheck(layout.names, layout.numels, known, writers)
+            found = self._mergers[writers, num_known] = (layout, merger, check)
         return found
 
     def needed_seqs(self) -> dict[int, int]:
@@ -253,6 +267,14 @@ class AttemptFold:
         """By lane ("" for layers), the step below which nothing is merged any more."""
         below = {name: lane.released_below for name, lane in self._scalars.items() if lane.released_below}
         return {**below, "": self._layers.released_below}
+
+    def declared_later(self) -> list[tuple[int, int, int]]:
+        """(rank, schema id, step after which it was declared) of what was not declared before the first step."""
+        return [(*writer, after) for writer, after in self._declared_at.items()]
+
+    def restore_declared(self, later: Iterable[tuple[int, int, int]]) -> None:
+        """Inverse of `declared_later`."""
+        self._declared_at = {(rank, schema_id): after for rank, schema_id, after in later}
 
     def restore_released(self, below: Mapping[str, int]) -> None:
         """Inverse of `released`."""

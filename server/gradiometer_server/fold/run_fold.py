@@ -27,13 +27,17 @@ SILENCE_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldSource:
-    """One writer, as the store knows it. `closed`: it has ended and nothing of it is left in the log."""
+    """One writer, as the store knows it. `last_step`: its highest so far, -1: none.
+
+    `closed`: it has ended and nothing of it is left in the log.
+    """
 
     source_id: int
     ordinal: int
     rank: int
     world_size: int
     folded_seq: int = 0
+    last_step: int = -1
     closed: bool = False
 
 
@@ -45,6 +49,7 @@ class AttemptMemory(msgspec.Struct, kw_only=True):
 
     times: dict[int, float] = {}
     released: dict[str, int] = {}
+    declared: list[tuple[int, int, int]] = []
 
 
 class FoldMemory(msgspec.Struct, kw_only=True):
@@ -77,21 +82,25 @@ class RunFold:
         """Make a source known; repeating it changes nothing."""
         if spec.source_id in self._sources:
             return
-        self._sources[spec.source_id] = _Source(spec=spec, applied_seq=spec.folded_seq)
+        self._sources[spec.source_id] = _Source(
+            spec=spec, applied_seq=spec.folded_seq, last_step=spec.last_step
+        )
         attempt = self._attempt(spec)
         attempt.mark.heard(spec.rank, now_s)
         if spec.closed:
             attempt.mark.close(spec.rank, now_s)
 
-    def declare(self, source_id: int, record: wire.ScalarSchema | wire.LayerSchema) -> None:
-        """Take in a schema that the source declared, perhaps long ago."""
+    def declare(
+        self, source_id: int, record: wire.ScalarSchema | wire.LayerSchema, *, after_step: int = -1
+    ) -> None:
+        """Take in a schema that the source declared after its step `after_step`, or before the first one."""
         source = self._sources[source_id]
         source.schemas[record.schema_id] = record
         attempt = self._attempt(source.spec)
         if isinstance(record, wire.ScalarSchema):
             attempt.declare_scalars(source.spec.rank, record.columns)
         else:
-            attempt.declare_layers(source.spec.rank, record)
+            attempt.declare_layers(source.spec.rank, record, after_step=after_step)
 
     def knows(self, source_id: int) -> bool:
         """Whether `add_source` was called for it."""
@@ -120,7 +129,9 @@ class RunFold:
             # Of one rank alone, so there is nothing to merge; its owner stores it as it is.
             self._attempt(source.spec).mark.heard(source.spec.rank, now_s)
             return []
-        self.declare(source_id, record)
+        # When it was declared is remembered; in a record that is read again, the source's last step is a later one.
+        again = seq <= self._known.get(source_id, 0)
+        self.declare(source_id, record, after_step=-1 if again else source.last_step)
         return []
 
     def tick(self, now_s: float) -> list[Folded]:
@@ -199,7 +210,7 @@ class RunFold:
         return FoldMemory(
             applied={key: source.applied_seq for key, source in self._sources.items()},
             attempts={
-                ordinal: AttemptMemory(released=attempt.released())
+                ordinal: AttemptMemory(released=attempt.released(), declared=attempt.declared_later())
                 for ordinal, attempt in self._attempts.items()
             },
         )
@@ -212,6 +223,7 @@ class RunFold:
             if attempt is not None:
                 attempt.times.restore(remembered.times)
                 attempt.restore_released(remembered.released)
+                attempt.restore_declared(remembered.declared)
 
     def _attempt(self, spec: FoldSource) -> AttemptFold:
         attempt = self._attempts.get(spec.ordinal)

@@ -107,6 +107,7 @@ def _load_source(conn: Connection, row: runs.SourceRow) -> LoadedSource:
             rank=row.rank,
             world_size=row.world_size,
             folded_seq=row.folded_seq,
+            last_step=-1 if row.last_step is None else row.last_step,
             # While its log is not folded to the end, a source that has ended still has something to say.
             closed=row.closed and row.folded_seq >= row.acked_seq,
         ),
