@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from sqlalchemy import Connection
 
+from gradiometer_server.api.schemas import DEFAULT_METRIC
 from gradiometer_server.api.views import Json, alert_view, detail_view, run_view
 from gradiometer_server.clock import Clock
 from gradiometer_server.domain.series import Tail
@@ -18,6 +19,8 @@ from gradiometer_server.store.points import PointReader
 from gradiometer_server.store.query import SeriesReader, Tails
 from gradiometer_server.store.summary_values import summary_values
 
+LIVE_METRICS: Final = (DEFAULT_METRIC, "time/step_s")
+"""What pages show of a run beside its charts. All of its metrics, told every second, would be megabytes a minute."""
 LastStep = Callable[[int], int | None]
 """Run key -> highest step of its merged scalars, as far as they are in memory."""
 
@@ -129,10 +132,10 @@ class Reads:
         return {"runs": rows, "next_cursor": page["next_cursor"]}
 
     def run(self, run_id: str) -> Json:
-        """One run, as it stands in a list. Raises `NotFound`."""
+        """One run, as it stands in a list, with the latest of `LIVE_METRICS` alone. Raises `NotFound`."""
         with self.database.read() as conn:
-            row = runs.get_run(conn, run_id, self._clock.now_s())
-        return self._views([row])[0]
+            row = run_rows.get_listed_run(conn, run_id, self._clock.now_s(), LIVE_METRICS)
+        return self._views([row], LIVE_METRICS)[0]
 
     def run_detail(self, run_id: str) -> Json:
         """One run with everything. Raises `NotFound`."""

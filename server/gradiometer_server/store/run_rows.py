@@ -105,6 +105,7 @@ _LISTED: Final = tuple(
     column for column in run.c if column.name not in ("config", "unavailable", "search", "edited")
 )
 """A list reads no config: a thousand of them would be megabytes that it does not show."""
+_LISTED_RUN = select(*_LISTED).where(run.c.run_id == bindparam("run_key"))
 _RUN = select(run).where(run.c.run_id == bindparam("run_key"))
 _PUBLIC_IDS = select(run.c.run_id, run.c.public_id).where(run.c.run_id.in_(bindparam("keys", expanding=True)))
 _RUNNING = select(run.c.public_id).where(
@@ -170,6 +171,14 @@ def get_run(conn: Connection, run_id: str, now_s: float) -> RunRow:
     if row is None or row.public_id != run_id:
         raise NotFound("run", run_id)
     return _rows(conn, [row], now_s)[0]
+
+
+def get_listed_run(conn: Connection, run_id: str, now_s: float, metrics: Collection[str]) -> RunRow:
+    """The run with this public id, as a list has it. Raises `NotFound`."""
+    row = conn.execute(_LISTED_RUN, {"run_key": run_key(run_id)}).one_or_none()
+    if row is None or row.public_id != run_id:
+        raise NotFound("run", run_id)
+    return _rows(conn, [row], now_s, metrics)[0]
 
 
 def get_run_by_key(conn: Connection, key: int, now_s: float) -> RunRow:
