@@ -10,7 +10,8 @@ and folded when REST shows it. Afterwards values are read back over REST and com
 * `scalars`: one run, 10 metrics x 1,000,000 steps, float64: exp(random walk) with 5 % of noise
 * `runs`: `bulk` in 50 runs at once
 * `ranks`: 1,024 ranks that each hold a shard of 169 layers, 1,184 values each at 1 step/s for `--seconds`
-* `ack`: 50 runs x 1,184 values x 10 steps/s for a fifth of `--seconds`: from the send of a step to its ack
+* `ack`: 50 runs x 1,184 values x 10 steps/s for a fifth of `--seconds`: from the send of a step to its ack, after the
+  first two seconds, in which every series of every run is made
 
 Prints a line for each and writes `benchmarks/results/ingest_<engine>_<date>.json`.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import sys
 import tempfile
 import time
@@ -43,6 +45,7 @@ STEPS_PER_FRAME = 8
 """What an agent puts into one record of layers at most."""
 POOL_STEPS = 4096
 """Steps of different values; then they begin again, far beyond the length of a block."""
+WARMUP_STEPS = 20
 NUM_RANKS, NUM_RUNS = 1024, 50
 SCALARS = ("train/loss", "train/lr", "train/accuracy", "eval/loss", *(f"custom/metric_{i}" for i in range(6)))
 READ_STEPS = 4000
@@ -198,13 +201,14 @@ async def ranks(load: Load, options: argparse.Namespace) -> int:
 
     for agent in opened:
         agent.latencies_s.clear()
+    began_s = time.perf_counter()
     num_steps = await at_rate(step_of_all, options.seconds, 1.0)
     await asyncio.gather(*(agent.drained() for agent in opened))
     lag_s = await load.lag_s("ranks", num_steps)
-    late_s = time.perf_counter() - load.began_s - num_steps
+    spent_s = max(num_steps, time.perf_counter() - began_s)
     load.figures |= latencies(opened) | {
         "values": num_steps * num_ranks * VALUES_PER_STEP,
-        "values_per_s": round(num_steps * num_ranks * VALUES_PER_STEP / (num_steps + max(0.0, late_s))),
+        "values_per_s": round(num_steps * num_ranks * VALUES_PER_STEP / spent_s),
         "seconds": num_steps,
         "lag_s": round(lag_s, 2),
     }
@@ -237,6 +241,8 @@ async def ack(load: Load, options: argparse.Namespace) -> int:
         await asyncio.sleep(number * every_s / NUM_RUNS)
 
         async def step_of(step: int) -> None:
+            if step == WARMUP_STEPS:
+                agent.latencies_s.clear()
             place = step % POOL_STEPS
             await agent.send(
                 agents.frame(1, step, load.pool_SLP[place].reshape(1, -1)),
@@ -247,10 +253,10 @@ async def ack(load: Load, options: argparse.Namespace) -> int:
         await agent.drained()
         return num_steps
 
-    load.began_s = time.perf_counter()
+    began_s = time.perf_counter()
     [num_steps] = set(await asyncio.gather(*(one(number, agent) for number, agent in enumerate(opened))))
     num_values = NUM_RUNS * num_steps * VALUES_PER_STEP
-    spent_s = time.perf_counter() - load.began_s
+    spent_s = time.perf_counter() - began_s
     lag_s = await load.lag_s(f"run-{NUM_RUNS - 1}", num_steps)
     load.figures |= latencies(opened) | {
         "values": num_values,
@@ -336,9 +342,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     ):
         with processes.Server(Path(text), database=database) as server:
             load = Load(server)
-            load.began_s = time.perf_counter()
             same = asyncio.run(WORKLOADS[name](load, options))
             load.figures |= {
+                "load_1min": round(os.getloadavg()[0], 1),
+                "server_cpu_s": round(processes.cpu_s(server.pid), 1),
+                "client_cpu_s": round(time.process_time(), 1),
                 "read_back_alike": same,
                 "server_peak_mib": round(processes.memory_mib(server.pid, peak=True)),
             }

@@ -52,7 +52,7 @@ FLUSH_SERIES_BYTES: Final = 2048
 MAX_FLUSH_BYTES: Final = 32 * 1024 * 1024
 FLUSH_EVERY_S: Final = 2.0
 """A fast run flushes by bytes: many small flushes would write the same open chunks again and again."""
-FLUSH_LOG_BYTES: Final = 256 * 1024 * 1024
+FLUSH_LOG_BYTES: Final = 128 * 1024 * 1024
 """Of records in the log that a flush would end: many ranks send much that becomes little."""
 FLUSH_IDLE_S: Final = 10.0
 UNLOAD_IDLE_S: Final = 60.0
@@ -265,9 +265,10 @@ class RunOwner:
         now_s = self._clock.monotonic_s()
         if self._tails.num_steps >= FLUSH_STEPS and now_s >= self._flushed_s + FLUSH_EVERY_S:
             return True
-        if not self._tails.num_steps and self._fold.offsets() == self._flushed:
+        # Cheap questions first: this is asked after every batch of every rank.
+        if not self._fold.is_closed() and self._idle_s() < FLUSH_IDLE_S:
             return False
-        return self._fold.is_closed() or self._idle_s() >= FLUSH_IDLE_S
+        return bool(self._tails.num_steps) or self._fold.offsets() != self._flushed
 
     def is_done_with(self) -> bool:
         """Everything is stored and nothing has come for a while: the owner may be dropped."""

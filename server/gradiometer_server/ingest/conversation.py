@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-WINDOW_BYTES: Final = 4 * 1024 * 1024
-"""Told to the agent, and the most that a connection reads ahead of its acks."""
 HEARTBEAT_EVERY_S: Final = 3.0
 _BUSY_WAIT_S: Final = 0.02
 
@@ -75,7 +73,9 @@ class Conversation:
             self._source_ids[source] = row.source_id
             self._session.resume(source, acked_seq=row.acked_seq, schemas=schemas)
         self._services.publish([RunUpdate(run_id=hello.run.run_id)])
-        return self._session.welcome(server_version=self._services.server_version, window_bytes=WINDOW_BYTES)
+        return self._session.welcome(
+            server_version=self._services.server_version, window_bytes=self._services.room.window_bytes()
+        )
 
     def _register(self, hello: wire.Hello) -> list[tuple[SourceName, runs.SourceRow, dict[int, KnownSchema]]]:
         now_s = self._services.clock.now_s()

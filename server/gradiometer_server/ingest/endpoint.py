@@ -18,8 +18,9 @@ from starlette.websockets import WebSocketDisconnect, WebSocketState
 from gradiometer import wire
 from gradiometer_server.errors import ProtocolError, StoreUnavailable
 from gradiometer_server.ingest.commands import Courier
-from gradiometer_server.ingest.conversation import WINDOW_BYTES, Conversation, unavailable_problem
+from gradiometer_server.ingest.conversation import Conversation, unavailable_problem
 from gradiometer_server.ingest.inbox import Inbox
+from gradiometer_server.ingest.room import WINDOW_BYTES
 from gradiometer_server.ingest.services import IngestServices
 from gradiometer_server.ingest.session import problem_of
 
@@ -145,16 +146,20 @@ class _Connection:
         self._conversation = Conversation(services)
         self._tally = services.tally
         self._inbox = Inbox(limit_bytes=WINDOW_BYTES)
+        self._room = services.room
+        self._held_bytes = 0
         self._sending = asyncio.Lock()
         self._courier = Courier(services.commands, self._send)
         self._fault: ProtocolError | None = None
 
     async def run(self) -> None:
         """Serve until the agent goes, or until it makes a mistake that cannot be mended."""
+        self._room.num_connections += 1
         reader = asyncio.create_task(self._read(), name="ingest-reader")
         try:
             while messages := await self._inbox.take():
                 await self._work(messages)
+                self._release(sum(map(len, messages)))
             await self._end_with(self._fault)
         except ProtocolError as error:
             await self._end_with(error)
@@ -167,6 +172,12 @@ class _Connection:
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
+            self._release(self._held_bytes)
+            self._room.num_connections -= 1
+
+    def _release(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+        self._room.give_back(num_bytes)
 
     async def _read(self) -> None:
         """Fill the inbox. The first message that cannot be read ends the reading; what came before is worked on."""
@@ -176,7 +187,10 @@ class _Connection:
                 if event["type"] == "websocket.disconnect":
                     await self._left(event.get("code", 0))
                     return
-                await self._inbox.put(self._checked(event.get("bytes")))
+                message = self._checked(event.get("bytes"))
+                await self._room.take(len(message))
+                self._held_bytes += len(message)
+                await self._inbox.put(message)
         except ProtocolError as error:
             self._fault = error
         finally:

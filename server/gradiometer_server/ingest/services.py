@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradiometer_server.clock import Clock
 from gradiometer_server.domain.live import LiveUpdate
 from gradiometer_server.fold.pipeline import FoldPipeline
 from gradiometer_server.ingest.commands import CommandDesk
 from gradiometer_server.ingest.deleted import DeletedRuns
+from gradiometer_server.ingest.room import Room
 from gradiometer_server.ingest.tally import Tally
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.log import LogWriter
@@ -25,6 +26,7 @@ class IngestServices:
         tally: what agents got wrong.
         commands: what agents are asked to do.
         deleted: runs that somebody deleted meanwhile.
+        room: what all connections together hold.
     """
 
     database: Database
@@ -36,3 +38,4 @@ class IngestServices:
     tally: Tally
     commands: CommandDesk
     deleted: DeletedRuns
+    room: Room = field(default_factory=Room)

@@ -19,7 +19,6 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_
 
 from gradiometer_server.clock import Clock
 from gradiometer_server.errors import ConfigurationError, InvalidRequest, StoreUnavailable
-from gradiometer_server.store.checkpoints import SAFETY_PAGES, Checkpointer
 from gradiometer_server.store.lockfile import LockFile
 from gradiometer_server.store.turns import WriteTurns
 
@@ -72,7 +71,6 @@ class Database:
         self.path = Path(str(self.url.database)) if self.is_sqlite else None
         self.name = self.url.render_as_string(hide_password=True)
         self.lock: LockFile | None = None
-        self._checkpointer: Checkpointer | None = None
         self._reader = self._engine(reads=True)
         self._writer = self._engine(reads=False)
         self._turns = WriteTurns()
@@ -135,19 +133,6 @@ class Database:
                     yield conn
             finally:
                 self._writing_thread = 0
-        if self._checkpointer is not None:
-            self._checkpointer.note_written()
-
-    def start_checkpoints(self) -> None:
-        """From now on SQLite's log is moved by a thread of its own; for a server. Nothing on other engines."""
-        if self.path is not None:
-            self._checkpointer = Checkpointer(self._connect_beside, lambda: self._turns.turn(urgent=False))
-            self._checkpointer.start()
-
-    def _connect_beside(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(str(self.path), timeout=_BUSY_TIMEOUT_S)
-        _prepare_sqlite(connection, None)
-        return connection
 
     @contextmanager
     def translated(self, verb: str) -> Iterator[None]:
@@ -174,9 +159,6 @@ class Database:
 
     def close(self) -> None:
         """Close all connections and let go of the file's lock."""
-        if self._checkpointer is not None:
-            self._checkpointer.stop()
-            self._checkpointer = None
         self._reader.dispose()
         self._writer.dispose()
         if self.lock is not None:
@@ -198,8 +180,9 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
         "synchronous=FULL",
         f"busy_timeout={int(_BUSY_TIMEOUT_S * 1000)}",
         "cache_size=-32768",
+        # Some builds overwrite what is deleted with zeros: every folded frame would be written a second time.
+        "secure_delete=OFF",
         "journal_size_limit=67108864",
-        f"wal_autocheckpoint={SAFETY_PAGES}",
     ):
         connection.execute(f"PRAGMA {pragma}")
 
@@ -247,7 +230,6 @@ def open_database(url: str, *, clock: Clock) -> Database:
             make_folder(database.path)
             database.lock = LockFile.take(database.path, now_s=clock.now_s())
         upgrade(database)
-        database.start_checkpoints()
     except StoreUnavailable as error:
         database.close()
         remedy = error.remedy.replace(_WAITS, "then start the server again.")
