@@ -17,7 +17,7 @@ from gradiometer_server.store.run_writes import lock_run, update_run
 from gradiometer_server.store.tables import chunk, detail, run, source
 
 BATCH_ROWS: Final = 256
-BATCH_BYTES: Final = 4 * 1024 * 1024
+BATCH_BYTES: Final = 1024 * 1024
 """Most in one transaction (at least one row), which holds SQLite's only write lock."""
 OPEN_GRACE_S: Final = 24 * 3600.0
 """A run that did not end but fell silent is left alone for so long: it may come back."""
