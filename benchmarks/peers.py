@@ -22,6 +22,7 @@ are faster for it. Writes `benchmarks/results/peers_<date>.json`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,6 +192,14 @@ def write(tool: Tool, given: Workload) -> dict[str, Any]:
 
 def reads(tool: Tool, given: Workload, run: str) -> dict[str, Any]:
     """Milliseconds, and how much came."""
+
+    def is_found() -> bool:
+        with contextlib.suppress(urllib.error.HTTPError):
+            return tool.chart(run, given.names[0]) > 0
+        return False
+
+    # Aim does not find a run for a moment when it has just been closed.
+    wait_until(is_found, "the closed run is found")
     figures: dict[str, Any] = {}
     for name, read in (
         ("chart", lambda: tool.chart(run, given.names[0])),
