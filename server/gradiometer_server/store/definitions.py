@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args
 from sqlalchemy import Connection, bindparam, func, select
 
 from gradiometer.wire import MAX_NAME_CHARS
-from gradiometer_server.store.statements import insert_or_update
+from gradiometer_server.store.statements import insert_or_update, of_keys
 from gradiometer_server.store.tables import metric_definition
 from gradiometer_server.store.values import clean_text
 
@@ -44,10 +44,10 @@ _OF_RUN = (
     .where(metric_definition.c.run_id == bindparam("of_run"))
     .order_by(metric_definition.c.name)
 )
-_OF_RUNS = (
-    select(metric_definition)
-    .where(metric_definition.c.run_id.in_(bindparam("keys", expanding=True)))
-    .order_by(metric_definition.c.name)
+_OF_RUNS = of_keys(
+    lambda among: (
+        select(metric_definition).where(among(metric_definition.c.run_id)).order_by(metric_definition.c.name)
+    )
 )
 _OTHERS = (
     select(func.count())
@@ -85,7 +85,7 @@ def list_definitions(conn: Connection, run_key: int) -> tuple[Definition, ...]:
 def definitions_of(conn: Connection, run_keys: Collection[int]) -> dict[int, tuple[Definition, ...]]:
     """Those of several runs; runs without any are left out."""
     found: dict[int, tuple[Definition, ...]] = {}
-    for row in conn.execute(_OF_RUNS, {"keys": list(run_keys)}):
+    for row in conn.execute(_OF_RUNS.on(conn), {"keys": list(run_keys)}):
         found[row.run_id] = (*found.get(row.run_id, ()), _definition(row))
     return found
 

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from sqlalchemy import Connection, bindparam, func, select, text
+from sqlalchemy import Connection, func, select, text
 
 from gradiometer_server.domain.series import Tail
 from gradiometer_server.store.pieces import Piece, extent, make_piece
 from gradiometer_server.store.series import SeriesRow, series_row_from
+from gradiometer_server.store.statements import of_keys
 from gradiometer_server.store.tables import series, source
 from gradiometer_server.summaries.selection import AttemptSpan, attempt_cuts
 
@@ -86,19 +87,23 @@ class Attempts:
         return min(found, key=lambda one: one.launch).began_s if found else 0.0
 
 
-_ATTEMPTS = (
-    select(
-        source.c.run_id,
-        source.c.ordinal,
-        func.min(source.c.attempt).label("launch"),
-        func.min(source.c.start_step).label("start"),
-        func.min(source.c.started_s).label("began_s"),
+_ATTEMPTS = of_keys(
+    lambda among: (
+        select(
+            source.c.run_id,
+            source.c.ordinal,
+            func.min(source.c.attempt).label("launch"),
+            func.min(source.c.start_step).label("start"),
+            func.min(source.c.started_s).label("began_s"),
+        )
+        .where(among(source.c.run_id))
+        .group_by(source.c.run_id, source.c.ordinal)
     )
-    .where(source.c.run_id.in_(bindparam("runs", expanding=True)))
-    .group_by(source.c.run_id, source.c.ordinal)
 )
-_FIRST_STEPS = select(series.c.run_id, series.c.series_id, series.c.attempt, series.c.first_step).where(
-    series.c.run_id.in_(bindparam("runs", expanding=True))
+_FIRST_STEPS = of_keys(
+    lambda among: select(series.c.run_id, series.c.series_id, series.c.attempt, series.c.first_step).where(
+        among(series.c.run_id)
+    )
 )
 _COLUMNS: Final = ", ".join(f"s.{column.name}" for column in series.c)
 _OF_KEYS: Final = {
@@ -177,12 +182,12 @@ def find_attempts(
 ) -> Attempts:
     """The attempts of these runs."""
     by_run: dict[int, list[Any]] = {}
-    for one in conn.execute(_ATTEMPTS, {"runs": list(run_keys)}):
+    for one in conn.execute(_ATTEMPTS.on(conn), {"keys": list(run_keys)}):
         by_run.setdefault(one.run_id, []).append(one)
     # What an attempt reported first matters only where it does not say at which step it began.
     unsaid = [key for key, some in by_run.items() if len(some) > 1 and any(one.start <= 0 for one in some)]
     reported: dict[tuple[int, int], int] = {}
-    first_steps: Sequence[Any] = conn.execute(_FIRST_STEPS, {"runs": unsaid}).all() if unsaid else ()
+    first_steps: Sequence[Any] = conn.execute(_FIRST_STEPS.on(conn), {"keys": unsaid}).all() if unsaid else ()
     for row in first_steps:
         tail = tails[row.run_id].get(row.series_id)
         steps = [] if row.first_step is None else [row.first_step]

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Row, Select, and_, bindparam, func, or_, sele
 
 from gradiometer_server.domain.names import run_key
 from gradiometer_server.errors import InvalidRequest, NotFound
+from gradiometer_server.store.statements import Among, of_keys
 from gradiometer_server.store.tables import alert, run, series, source
 from gradiometer_server.store.values import load_json, read_key, unpack_float
 
@@ -107,40 +108,51 @@ _LISTED: Final = tuple(
 """A list reads no config: a thousand of them would be megabytes that it does not show."""
 _LISTED_RUN = select(*_LISTED).where(run.c.run_id == bindparam("run_key"))
 _RUN = select(run).where(run.c.run_id == bindparam("run_key"))
-_PUBLIC_IDS = select(run.c.run_id, run.c.public_id).where(run.c.run_id.in_(bindparam("keys", expanding=True)))
+_PUBLIC_IDS = of_keys(lambda among: select(run.c.run_id, run.c.public_id).where(among(run.c.run_id)))
 _RUNNING = select(run.c.public_id).where(
     run.c.outcome == "open", run.c.heartbeat_s >= bindparam("heard_since_s")
 )
-_ALERTS = (
-    select(alert.c.run_id, alert.c.state, func.count().label("num_alerts"))
-    .where(alert.c.run_id.in_(bindparam("keys", expanding=True)))
-    .group_by(alert.c.run_id, alert.c.state)
-)
-_OF_SOURCES = (
-    select(
-        source.c.run_id,
-        func.sum(source.c.dropped_reports).label("dropped"),
-        func.max(source.c.last_step).label("last_step"),
+_ALERTS = of_keys(
+    lambda among: (
+        select(alert.c.run_id, alert.c.state, func.count().label("num_alerts"))
+        .where(among(alert.c.run_id))
+        .group_by(alert.c.run_id, alert.c.state)
     )
-    .where(source.c.run_id.in_(bindparam("keys", expanding=True)))
-    .group_by(source.c.run_id)
 )
-# Attempts in order of launch, so that the latest attempt's value is the one that stays.
-_LATEST = (
-    select(series.c.run_id, series.c.key, series.c.last, series.c.last_step)
-    .where(
-        series.c.run_id.in_(bindparam("keys", expanding=True)),
-        series.c.rank.is_(None),
-        series.c.kind == "scalar",
-        series.c.num_points > 0,
+_OF_SOURCES = of_keys(
+    lambda among: (
+        select(
+            source.c.run_id,
+            func.sum(source.c.dropped_reports).label("dropped"),
+            func.max(source.c.last_step).label("last_step"),
+        )
+        .where(among(source.c.run_id))
+        .group_by(source.c.run_id)
     )
-    .order_by(
+)
+
+
+def _latest(among: Among) -> Select[Any]:
+    """Newest values; attempts in order of launch, so that the latest attempt's value is the one that stays."""
+    launch = (
         select(func.min(source.c.attempt))
         .where(source.c.run_id == series.c.run_id, source.c.ordinal == series.c.attempt)
         .scalar_subquery()
     )
-)
-_LATEST_OF = _LATEST.where(series.c.key.in_(bindparam("names", expanding=True)))
+    return (
+        select(series.c.run_id, series.c.key, series.c.last, series.c.last_step)
+        .where(
+            among(series.c.run_id),
+            series.c.rank.is_(None),
+            series.c.kind == "scalar",
+            series.c.num_points > 0,
+        )
+        .order_by(launch)
+    )
+
+
+_LATEST = of_keys(_latest)
+_LATEST_OF = of_keys(lambda among: _latest(among).where(series.c.key.in_(bindparam("names", expanding=True))))
 
 
 def list_sources(conn: Connection, run_key: int) -> tuple[SourceRow, ...]:
@@ -233,7 +245,7 @@ def list_runs(
 def find_keys(conn: Connection, run_ids: Collection[str]) -> dict[str, int]:
     """Storage keys of those of the runs with these public ids that exist."""
     keys = {run_key(run_id): run_id for run_id in run_ids}
-    rows = conn.execute(_PUBLIC_IDS, {"keys": list(keys)})
+    rows = conn.execute(_PUBLIC_IDS.on(conn), {"keys": list(keys)})
     return {row.public_id: row.run_id for row in rows if keys[row.run_id] == row.public_id}
 
 
@@ -288,10 +300,10 @@ def _rows(
         return []
     keys = {"keys": [row.run_id for row in found]}
     alerts: dict[int, dict[str, int]] = {}
-    for row in conn.execute(_ALERTS, keys):
+    for row in conn.execute(_ALERTS.on(conn), keys):
         alerts.setdefault(row.run_id, {})[row.state] = row.num_alerts
     is_whole = "config" in found[0]._fields
-    of_sources = {row.run_id: row for row in conn.execute(_OF_SOURCES, keys)}
+    of_sources = {row.run_id: row for row in conn.execute(_OF_SOURCES.on(conn), keys)}
     latest: dict[int, dict[str, float]] = {}
     last_step = {key: row.last_step for key, row in of_sources.items() if row.last_step is not None}
     for row in _latest_rows(conn, keys, metrics):
@@ -315,8 +327,8 @@ def _rows(
 
 def _latest_rows(conn: Connection, keys: Mapping[str, Any], metrics: Collection[str] | None) -> Sequence[Any]:
     if metrics is None:
-        return conn.execute(_LATEST, keys).all()
-    return conn.execute(_LATEST_OF, {**keys, "names": list(metrics)}).all() if metrics else ()
+        return conn.execute(_LATEST.on(conn), keys).all()
+    return conn.execute(_LATEST_OF.on(conn), {**keys, "names": list(metrics)}).all() if metrics else ()
 
 
 def _run_from(

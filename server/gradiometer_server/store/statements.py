@@ -5,13 +5,15 @@ Statements are built once, at import: building one costs SQLAlchemy more than ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Table
+from sqlalchemy import BigInteger, ColumnElement, Connection, Dialect, Table, Text, bindparam, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.expression import Executable
+from sqlalchemy.types import TypeDecorator, TypeEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,37 @@ class PerEngine:
     def on(self, conn: Connection) -> Executable:
         """The statement for the engine of this connection."""
         return self.sqlite if conn.dialect.name == "sqlite" else self.postgresql
+
+
+class _Keys(TypeDecorator[Collection[int]]):
+    """Any number of integers as one parameter: a list of a thousand placeholders takes longer to write than to run."""
+
+    impl = Text
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        """JSON text on SQLite, an array on PostgreSQL."""
+        kind: TypeEngine[Any] = Text() if dialect.name == "sqlite" else postgresql.ARRAY(BigInteger)
+        return dialect.type_descriptor(kind)
+
+    def process_bind_param(self, value: Collection[int] | None, dialect: Dialect) -> Any:
+        """The parameter as the driver takes it."""
+        keys = list(value or ())
+        return json.dumps(keys) if dialect.name == "sqlite" else keys
+
+
+Among = Callable[[ColumnElement[int]], ColumnElement[bool]]
+"""The condition that a column holds one of the integers of parameter `keys`."""
+
+
+def of_keys(build: Callable[[Among], Executable]) -> PerEngine:
+    """A statement about many keys, given as parameter `keys`; `build` makes it with the condition for a column."""
+    keys = bindparam("keys", type_=_Keys())
+    listed = select(func.json_each(keys).table_valued("value").c.value)
+    return PerEngine(
+        sqlite=build(lambda column: column.in_(listed)),
+        postgresql=build(lambda column: column == func.any(keys)),
+    )
 
 
 def insert_or_ignore(table: Table) -> PerEngine:
