@@ -115,6 +115,9 @@ def test_a_run_that_is_not_over_is_left_alone(database: Database) -> None:
     assert len(query(database, key, 1, 50, 1000).first_step_B) == 50
     with database.write() as conn:
         conn.execute(update(run).values(heartbeat_s=LATER_S - 90_000))
+    # Nobody has listened for longer than an hour: its agents may be training all the same.
+    assert thinning.thin_batch(database, key, (-1, -1), LATER_S, LATER_S - 3600) == (None, 0)
+    assert thinning.drop_details_batch(database, key, LATER_S, LATER_S - 3600) is None
     assert thin(database, key) > 0
 
 

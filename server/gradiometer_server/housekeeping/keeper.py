@@ -60,6 +60,7 @@ class Keeper:
     ) -> None:
         self._database, self.retention, self._clock, self._delete = database, retention, clock, delete
         self.figures = Figures()
+        self._since_s = clock.now_s()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="housekeeping", daemon=True)
@@ -139,7 +140,7 @@ class Keeper:
     def _quiet(self, runs: list[space.RunSpace], now_s: float) -> list[space.RunSpace]:
         # A run that cannot lose anything now must not be counted on to make room.
         with self._database.read() as conn:
-            return [run for run in runs if thinning.is_quiet(conn, run.run_key, now_s)]
+            return [run for run in runs if thinning.is_quiet(conn, run.run_key, now_s, self._since_s)]
 
     def _apply(self, due: Due) -> None:
         if self._stopping.is_set():
@@ -157,7 +158,7 @@ class Keeper:
 
     def _delete_run(self, due: Due) -> None:
         with self._database.read() as conn:
-            if not thinning.is_quiet(conn, due.run.run_key, self._clock.now_s()):
+            if not thinning.is_quiet(conn, due.run.run_key, self._clock.now_s(), self._since_s):
                 return
         try:
             self._delete(due.run.run_id)
@@ -172,7 +173,9 @@ class Keeper:
         total = 0
         while not self._stopping.is_set():
             begun_s = time.perf_counter()
-            freed = thinning.drop_details_batch(self._database, due.run.run_key, self._clock.now_s())
+            freed = thinning.drop_details_batch(
+                self._database, due.run.run_key, self._clock.now_s(), self._since_s
+            )
             if freed is None:
                 break
             total += freed
@@ -184,7 +187,7 @@ class Keeper:
         while not self._stopping.is_set():
             begun_s = time.perf_counter()
             now_s = self._clock.now_s()
-            after, freed = thinning.thin_batch(self._database, due.run.run_key, place, now_s)
+            after, freed = thinning.thin_batch(self._database, due.run.run_key, place, now_s, self._since_s)
             total += freed
             if after is None:
                 break

@@ -64,13 +64,19 @@ _DELETE_DETAIL = detail.delete().where(
 )
 
 
-def is_quiet(conn: Connection, run_key: int, now_s: float) -> bool:
-    """Whether nothing more is to be expected of a run: it says nothing, has ended, and all of it is folded."""
+def is_quiet(conn: Connection, run_key: int, now_s: float, since_s: float = 0.0) -> bool:
+    """Whether nothing more is to be expected of a run: it says nothing, has ended, and all of it is folded.
+
+    Args:
+        since_s: when somebody began to listen. That a run without an end says nothing is only known from then on: its
+            agents may have trained on for weeks while the server was away.
+    """
     row = conn.execute(_IS_QUIET, {"of_run": run_key}).one_or_none()
     if row is None:
         return False
-    needed_s = OPEN_GRACE_S if row.outcome == "open" else LOST_AFTER_S
-    if now_s - row.heartbeat_s < needed_s:
+    if now_s - row.heartbeat_s < LOST_AFTER_S:
+        return False
+    if row.outcome == "open" and now_s - max(row.heartbeat_s, since_s) < OPEN_GRACE_S:
         return False
     return conn.execute(_UNFOLDED, {"of_run": run_key}).first() is None
 
@@ -85,14 +91,16 @@ def first_rows(rows: Sequence[Any], limit_bytes: int = BATCH_BYTES) -> Sequence[
     return rows
 
 
-def thin_batch(database: Database, run_key: int, after: Place, now_s: float) -> tuple[Place | None, int]:
+def thin_batch(
+    database: Database, run_key: int, after: Place, now_s: float, since_s: float = 0.0
+) -> tuple[Place | None, int]:
     """Empty some chunks after `after`, in order of series and step, if the run is still quiet.
 
     Returns the last one's place (None: there are no more, or the run has come back) and the bytes given up.
     Raises `StoreUnavailable`.
     """
     with database.write() as conn:
-        if not is_quiet(conn, run_key, now_s):
+        if not is_quiet(conn, run_key, now_s, since_s):
             return None, 0
         find = {"of_run": run_key, "after_series": after[0], "after_step": after[1]}
         rows = first_rows(conn.execute(_RAW, find).all())
@@ -106,13 +114,13 @@ def thin_batch(database: Database, run_key: int, after: Place, now_s: float) -> 
     return last, int(sum(row.size for row in rows))
 
 
-def drop_details_batch(database: Database, run_key: int, now_s: float) -> int | None:
+def drop_details_batch(database: Database, run_key: int, now_s: float, since_s: float = 0.0) -> int | None:
     """Delete some of the details of a run, if it is still quiet: bytes given up, None if there is nothing more to do.
 
     Raises `StoreUnavailable`.
     """
     with database.write() as conn:
-        if not is_quiet(conn, run_key, now_s):
+        if not is_quiet(conn, run_key, now_s, since_s):
             return None
         rows = first_rows(conn.execute(_DETAILS, {"of_run": run_key}).all())
         if not rows:
