@@ -11,6 +11,7 @@ import pytest
 from gradiometer import wire
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.folded import Folded, FoldedEvent, FoldedLayers, FoldedScalars, Layout
+from gradiometer_server.fold import attempt
 from gradiometer_server.fold.lane import MAX_CELLS, MAX_HELD
 from gradiometer_server.fold.run_fold import SILENCE_S, FoldSource, RunFold
 from gradiometer_server.fold.times import MAX_STEPS, StepTimes
@@ -300,3 +301,23 @@ def test_watermark(
         mark.close(rank, 100.0)
     assert mark.emit_below(100.0 + after_s, {}) == emit
     assert mark.final_below({}) == final
+
+
+def test_statistics_of_many_ranks_that_wait_for_one_are_bounded_by_their_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    value_bytes = 8 * len(wire.STATISTICS)
+    monkeypatch.setattr(attempt, "_MAX_LAYER_BYTES", 40 * value_bytes)
+    eight = Ranks(8)
+    for rank in range(8):
+        eight.declare_layers(rank, "w")
+    for step in range(1, 21):
+        for rank in range(7):
+            eight.report_layers(rank, step, 4.0)
+    lane = eight.fold._attempts[1]._layers
+    assert sum(len(cell.by_rank) for cell in lane._cells.values()) <= 40
+    late = eight.fold.num_late
+    eight.report_layers(7, 20, 4.0)
+    assert eight.fold.num_late == late, "a step that is still held takes the last rank in"
+    eight.report_layers(7, 1, 4.0)
+    assert eight.fold.num_late == late + 1
