@@ -15,7 +15,8 @@ from this environment with a real `gradiometer serve`. Per workload of `peers_wo
 Then the training process alone is killed (`SIGKILL`), at a steady pace and as fast as it goes: *lost* are values whose call
 had returned, less those that can be read afterwards.
 
-A slow tool gets fewer steps, which are in the result: rates and bytes per value do not depend on that much, its reads
+*cores of others* is how much of the machine other programs took meanwhile: where it differs much between two rows, compare
+their CPU times. A slow tool gets fewer steps, which are in the result: rates and bytes per value do not depend on that much, its reads
 are faster for it. Writes `benchmarks/results/peers_<date>.json`.
 """
 
@@ -41,7 +42,7 @@ import record
 from peers_report import compared, table
 from peers_tools import TOOLS, Tool
 from peers_workload import Workload, workload
-from processes import wait_until
+from processes import busy_s, wait_until
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradiometer-benchmarks" / "peers"
@@ -56,6 +57,7 @@ CASES: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
     ("mlflow", "log_metrics"): {"scalars": (100, 1), "layers": (8, 1)},
 }
 """Tool and way to use it -> workload -> steps and runs."""
+FAST = {case: CASES[case] for case in (("gradiometer", ""), ("trackio", "server"), ("trackio", "local"))}
 KILLS: dict[tuple[str, str], tuple[float, ...]] = {
     ("gradiometer", ""): (200, 0),
     ("trackio", "server"): (200, 0),
@@ -154,6 +156,7 @@ def write(tool: Tool, given: Workload) -> dict[str, Any]:
     """Run one workload until its last value can be read."""
     expected = given.last_row(given.runs - 1)[-1]
     empty_bytes, server_s = tool.stored_bytes(), tool.server_cpu_s()
+    started_s, own_s, all_s = time.time(), time.process_time(), busy_s()
     producer = Producer(tool, given)
     if hasattr(tool, "project"):
         tool.project = given.name
@@ -172,8 +175,10 @@ def write(tool: Tool, given: Workload) -> dict[str, Any]:
 
     wait_until(visible, "the last value can be read", timeout_s=TIMEOUT_S, every_s=0.02)
     visible_s, server_s = time.time(), tool.server_cpu_s() - server_s
+    own_s, all_s = time.process_time() - own_s, busy_s() - all_s
     figures = producer.figures()
     took_s, helpers_s = visible_s - figures["began_s"], tool.helpers_cpu_s()
+    others_s = all_s - own_s - server_s - helpers_s - figures["cpu_s"]
     result = {
         "runs": given.runs,
         "metrics": len(given.names),
@@ -185,6 +190,7 @@ def write(tool: Tool, given: Workload) -> dict[str, Any]:
         "helpers_cpu_s": round(helpers_s, 2),
         "server_cpu_s": round(server_s, 2),
         "cpu_us_per_value": round(1e6 * (figures["cpu_s"] + helpers_s + server_s) / given.num_values, 2),
+        "cores_of_others": round(max(0.0, others_s) / (visible_s - started_s), 2),
         "reads": reads(tool, given, producer.runs[-1]),
     }
     return result | {"empty_bytes": empty_bytes}
@@ -282,11 +288,11 @@ class Benchmark:
         self._num_folders += 1
         return TOOLS[name](mode, self._folder / f"{self._num_folders}-{name}", self._environments)
 
-    def write_all(self, name: str, mode: str) -> None:
-        """Each workload; MLflow takes so long to start that its server is kept."""
+    def write_all(self, name: str, mode: str, only: str = "") -> None:
+        """Each workload, or one; MLflow takes so long to start that its server is kept."""
         tools = self._servers(name, mode)
         for key, (steps, runs) in CASES[name, mode].items():
-            if self._quick and {key, mode} & set(QUICK_LEAVES_OUT):
+            if (only and key != only) or (self._quick and {key, mode} & set(QUICK_LEAVES_OUT)):
                 continue
             given = workload(key, max(5, int(steps * (QUICK_SHARE if self._quick else 1))), runs)
             self._write_one(next(tools), given)
@@ -357,7 +363,12 @@ def main() -> None:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gradiometer-peers-") as folder:
         benchmark = Benchmark(Path(folder), environments, options.quick)
-        for name, mode in CASES:
+        # The fast ones take turns, workload by workload: whatever else the machine does changes slowly.
+        for given in ("scalars", "layers", "runs"):
+            for name, mode in FAST:
+                if name in wanted:
+                    benchmark.write_all(name, mode, given)
+        for name, mode in [case for case in CASES if case not in FAST]:
             if name in wanted:
                 benchmark.write_all(name, mode)
         for name, mode in KILLS:

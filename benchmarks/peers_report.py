@@ -21,6 +21,7 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if fastest is not None:
             entry["fastest_peer"] = f"{fastest['tool']} {fastest['mode']}".strip()
             entry["values_per_s_ratio"] = round(ours["values_per_s"] / fastest["values_per_s"], 2)
+            entry["cpu_ratio"] = round(fastest["cpu_us_per_value"] / ours["cpu_us_per_value"], 2)
         if smallest is not None:
             entry["smallest_server_side_peer"] = f"{smallest['tool']} {smallest['mode']}".strip()
             for kind in ("bytes_per_value", "bytes_per_value_vacuumed"):
@@ -34,8 +35,8 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(result: dict[str, Any]) -> list[str]:
     """Markdown of what was written and read, and of what was lost."""
     lines = [
-        "| | values | blocked per step p50, p99 | values/s | CPU per value | bytes/value, vacuumed | chart | latest of all |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| | values | blocked per step p50, p99 | values/s | CPU per value | others | bytes/value, vacuumed | chart | latest of all |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in result["writes"]:
         name = f"{row['workload']}: {row['tool']} {row['mode']}".strip()
@@ -47,7 +48,7 @@ def table(result: dict[str, Any]) -> list[str]:
         reads = f"{row['reads']['chart_ms']} ms | {row['reads']['latest_ms']} ms"
         lines.append(
             f"| {name} | {row['values']:,} | {blocked} | {row['values_per_s']:,} | {row['cpu_us_per_value']} us "
-            f"| {size} | {reads} |"
+            f"| {row['cores_of_others']} | {size} | {reads} |"
         )
     lines += ["", "| killed | steps/s | logged | lost |", "|---|---:|---:|---:|"]
     for row in result["kills"]:

@@ -170,6 +170,16 @@ def cpu_s(*pids: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def busy_s() -> float:
+    """CPU seconds that all cores together have spent on anything since the machine started; 0 without /proc."""
+    try:
+        ticks = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except OSError:
+        return 0.0
+    idle, waiting = ticks[3:5]
+    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+
+
 def memory_mib(pid: int, *, peak: bool = False) -> float:
     """Resident memory of one process, or the most that it ever had; 0 where /proc does not tell."""
     wanted = "VmHWM:" if peak else "VmRSS:"
