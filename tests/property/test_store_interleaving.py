@@ -103,6 +103,7 @@ class World:
     sharded: bool
     merges: dict[str, str]
     grows_at: int
+    layers_first: bool
 
 
 def schemas_of(world: World, rank: int, chance: random.Random) -> list[wire.Record]:
@@ -121,7 +122,7 @@ def schemas_of(world: World, rank: int, chance: random.Random) -> list[wire.Reco
     columns = tuple(wire.Column(name, world.merges[name]) for name in world.merges)  # type: ignore[arg-type]
     return [
         wire.ScalarSchema(schema_id=1, columns=columns + tuple(wire.Column(name) for name in own)),
-        wire.ScalarSchema(schema_id=4, columns=(wire.Column("val/loss"),)),
+        wire.ScalarSchema(schema_id=4, columns=(wire.Column("val/loss"), columns[0])),
         wire.LayerSchema(schema_id=2, layers=layers),
         wire.LayerSchema(schema_id=3, layers=layers, statistics=few),
     ]
@@ -149,19 +150,22 @@ def said_by(world: World, rank: int, steps: tuple[int, ...], chance: random.Rand
             some = tuple(step for step in some if step < world.grows_at)
         if grown and more not in said:
             said.append(more)
-        said.append(frame(first, some, rank, chance))
+        scalars = [frame(first, some, rank, chance)]
         for _ in range(chance.choice([0, 0, 0, 1, 3])):
             # As a loop does that logs at every micro-batch: the last word on a step counts.
-            said.append(frame(first, some[-1:], rank, chance))
+            scalars.append(frame(first, some[-1:], rank, chance))
         if late is not None and place >= late_at:
-            said.append(late)
+            scalars.append(late)
             late_at, declared, late = len(steps) + 1, late, None
         elif late is None and chance.random() < 0.5:
-            said.append(frame(declared, some[-1:], rank, chance))
+            scalars.append(frame(declared, some[-1:], rank, chance))
+        of_layers: list[wire.Record] = []
         for one in ((step,) for step in some) if grown or chance.random() < 0.5 else (some,):
-            said.append(frame(chance.choice(layers), one, rank, chance))
+            of_layers.append(frame(chance.choice(layers), one, rank, chance))
             if grown:
-                said.append(frame(more, one, rank, chance))
+                of_layers.append(frame(more, one, rank, chance))
+        # The agent's come before the scalars of their steps.
+        said += [*of_layers, *scalars] if world.layers_first else [*scalars, *of_layers]
         place += len(some)
     return said
 
@@ -214,6 +218,7 @@ def story_of(chance: random.Random) -> Story:
             steps=tuple(sorted(chance.sample(range(begin, begin + 60), chance.choice([1, 3, 12, 30])))),
             sharded=chance.random() < 0.5,
             grows_at=grows_at,
+            layers_first=chance.random() < 0.5,
             merges={name: chance.choice(["mean", "sum", "min", "max"]) for name in names},
         )
         writers += [writer_of(world, rank, chance) for rank in range(world.size)]

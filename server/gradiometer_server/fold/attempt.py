@@ -63,6 +63,7 @@ class AttemptFold:
         self._expected = 0
         self._waiting: dict[str, None] = {}
         self._passed = KeptBound()
+        self._scalar_steps: dict[int, int] = {}
 
     def declare_scalars(self, rank: int, columns: Iterable[Column]) -> None:
         """`rank` will report these metrics."""
@@ -124,6 +125,7 @@ class AttemptFold:
         if self.mark.world_size == 1:
             merged = dict(zip(names, values, strict=True))
             return [FoldedScalars(attempt=self.ordinal, step=step, time_s=time_s, values=merged)]
+        self._scalar_steps[rank] = max(step, self._scalar_steps.get(rank, -1))
         late: dict[str, dict[int, float]] = {}
         for name, value in zip(names, values, strict=True):
             if self._lane(name).put(rank, seq, step, value) is None:
@@ -177,7 +179,8 @@ class AttemptFold:
     def show(self, now_s: float, *, all_lanes: bool = False) -> list[Folded]:
         """Whatever has become ready; `all_lanes` also forgets old cells of metrics that nobody reports any more."""
         ready: dict[int, dict[str, Cell[float]]] = {}
-        passed = self._passed.below(self.mark, now_s)
+        # By scalars alone: a rank's layers come before the scalars of their steps, and say nothing of them.
+        passed = self._passed.below(self.mark, now_s, self._scalar_steps, self._scalar_steps)
         for name in list(self._scalars) if all_lanes else list(self._waiting):
             lane = self._scalars[name]
             for cell in lane.take_ready(self.mark, now_s, passed):

@@ -89,8 +89,8 @@ class Lane(Generic[V]):
         every rank has passed it; incomplete ones go when too many are held, shown or not.
 
         To have delivered is not enough: a rank may say a step again, and its last word counts, until it speaks of a
-        later step of whatever it reports (`passed`: below this every live rank does), or falls silent. Where ranks say a
-        step in several pieces (`is_whole`), one that nobody has heard of may come until they do so in this lane.
+        later step in any scalar (`passed`: below this every live rank does), or falls silent. Where ranks say a step in
+        several pieces (`is_whole`), one that nobody has heard of may come until they do so in this lane.
         """
         # Hot path: after every frame of every rank; must not look at all ranks, nor at cells that nothing happened to.
         bound = self._emit.below(mark, now_s, self.declared, self._last_step)
