@@ -387,7 +387,7 @@ def test_the_fold_offset_moves_with_the_chunks_or_not_at_all(
     (one,) = new_series(database, key, 1, LOSS)
     writer.submit(key, 1, 1, records(1, 5), 5).result(WAIT_S)
     plan = chunks.plan_flush(database, key, [(one, tail([1], [1.0]))])
-    with pytest.raises(chunks.FlushConflict, match="source 1"), database.write() as conn:
+    with pytest.raises(chunks.FlushConflict, match="cannot move its fold offset"), database.write() as conn:
         chunks.commit_flush(conn, plan, folded={1: 6})
     with database.write() as conn:
         states = {("grad_norm_spike", ""): {"mean": math.nan}, ("non_finite", "a"): [1]}

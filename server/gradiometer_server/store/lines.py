@@ -161,20 +161,25 @@ def _ranks_of(ref: LineRef, by_rank: Mapping[int | None, Any]) -> list[int | Non
 
 
 def _series_rows(conn: Connection, refs: Sequence[LineRef]) -> dict[tuple[int, str], list[SeriesRow]]:
-    pairs = list(dict.fromkeys((ref.run_key, ref.key) for ref in refs))
+    pairs = list(dict.fromkeys((ref.run_key, ref.key) for ref in refs if _can_be_stored(ref.key)))
     engine = "sqlite" if conn.dialect.name == "sqlite" else "postgresql"
     if engine == "sqlite":
         parameters: dict[str, Any] = {"rows": json.dumps(pairs, separators=(",", ":"))}
     else:
         parameters = {"runs": [run_key for run_key, _ in pairs], "names": [name for _, name in pairs]}
     statement = _STATEMENTS[engine, all(ref.rank is None for ref in refs)]
-    wanted = set(pairs)
     found: dict[tuple[int, str], list[SeriesRow]] = {}
     for row in conn.execute(statement, parameters):
-        # SQLite's JSON ends a text at NUL, so that it may find a shorter name.
-        if (row.run_id, row.key) in wanted:
-            found.setdefault((row.run_id, row.key), []).append(series_row_from(row))
+        found.setdefault((row.run_id, row.key), []).append(series_row_from(row))
     return found
+
+
+def _can_be_stored(name: str) -> bool:
+    """Whether a series can have this name. PostgreSQL refuses to be asked for others; SQLite's JSON ends them at NUL."""
+    try:
+        return "\0" not in name and bool(name.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def find_attempts(
