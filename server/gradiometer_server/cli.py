@@ -1,4 +1,4 @@
-"""`gradiometer serve | db` (`python -m gradiometer_server`): the server's command line.
+"""`gradiometer serve | db | lint` (`python -m gradiometer_server`): the server's command line.
 
 What a person can put right is one line on standard error and exit code 2; never a traceback.
 """
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from gradiometer_server.errors import GradiometerError
+from gradiometer_server.lint.command import add_lint
 from gradiometer_server.settings import DEFAULT_HOST, DEFAULT_PORT, settings_from
 from gradiometer_server.store.database import default_database_url
 
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="run the server"))
     _add_db(commands.add_parser("db", help="look after the database"))
+    add_lint(commands.add_parser("lint", help="what the alert rules say of training logs"))
     return parser
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gradiometer_server.alerting.engine import AlertEngine
 from gradiometer_server.domain.alerts import Episode
-from gradiometer_server.domain.folded import Folded
+from gradiometer_server.domain.folded import Folded, FoldedBlock, FoldedScalars
 from tests.unit.server.alerting_timeline import LAYERS, event, layers, run, scalars
 
 SUBSETS = st.sets(st.sampled_from(LAYERS))
@@ -61,6 +61,96 @@ def timelines(draw: st.DrawFn) -> list[Folded]:
 
 def same(left: dict[str, Episode], right: dict[str, Episode]) -> bool:
     return repr(left) == repr(right)  # repr, because NaN is not equal to itself
+
+
+METRICS = (
+    "train/loss",
+    "aux_loss",
+    "eval/loss",
+    "grad/norm",
+    "train/lr",
+    "scaler/scale",
+    "scaler/skipped",
+    "x",
+)
+LEVELS = st.sampled_from([0.0, 1.0, 1.02, 0.98, 1.3, 2.0, 9.0, 400.0, -1.0, math.nan, math.inf])
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> list[Folded]:
+    """Scalars only: stretches of usual noise, odd values between them, gaps, steps that go back, other attempts."""
+    items: list[Folded] = []
+    step, attempt = draw(st.sampled_from([0, 5000])), 1
+    for stretch in range(draw(st.integers(1, 4))):
+        random = np.random.default_rng(draw(st.integers(0, 3)))
+        names = draw(st.sets(st.sampled_from(METRICS), min_size=1))
+        gap, level = draw(st.sampled_from([1, 1, 7, 100])), draw(LEVELS)
+        for _ in range(draw(st.sampled_from([3, 20, 90, 250]))):
+            step += gap
+            items.append(
+                scalars(
+                    step,
+                    {name: level + 0.03 * random.standard_normal() for name in sorted(names)},
+                    attempt=attempt,
+                )
+            )
+        for value in draw(st.lists(LEVELS, max_size=6)):
+            step += gap
+            items.append(scalars(step, dict.fromkeys(sorted(names), value), attempt=attempt))
+        if draw(st.integers(0, 5)) == 0:
+            step, attempt = max(0, step - 50), attempt + (stretch % 2)
+    return items
+
+
+@settings(deadline=None, max_examples=60)
+@given(curves(), st.data())
+def test_a_replay_of_curves_gives_the_same_episodes(items: list[Folded], data: st.DataObject) -> None:
+    whole = run(items)
+    cut = data.draw(st.integers(0, len(items)))
+    before = AlertEngine.restore([], [])
+    stored = run(items[:cut], before)
+    after = AlertEngine.restore(before.snapshot(), list(stored.values()))
+    assert same(whole, stored | run(items[cut:], after))
+    assert after.snapshot() == _snapshot_of(items)
+
+
+def _snapshot_of(items: list[Folded]) -> list[tuple[str, str, bytes]]:
+    engine = AlertEngine.restore([], [])
+    run(items, engine)
+    return engine.snapshot()
+
+
+@settings(deadline=None, max_examples=40)
+@given(curves(), st.data())
+def test_steps_that_come_as_one_block_give_the_same_episodes(
+    items: list[Folded], data: st.DataObject
+) -> None:
+    """A block stands for scalars of rising steps with the same names."""
+    blocks: list[Folded] = []
+    rows: list[FoldedScalars] = []
+    for item in items:
+        assert isinstance(item, FoldedScalars)
+        alike = rows and item.attempt == rows[-1].attempt and list(item.values) == list(rows[-1].values)
+        if not alike or item.step <= rows[-1].step:
+            blocks += _block(rows)
+            rows = []
+        rows.append(item)
+    blocks += _block(rows)
+    assert same(run(items, AlertEngine.restore([], [])), run(blocks, AlertEngine.restore([], [])))
+
+
+def _block(rows: list[FoldedScalars]) -> list[Folded]:
+    if not rows:
+        return []
+    return [
+        FoldedBlock(
+            attempt=rows[0].attempt,
+            names=tuple(rows[0].values),
+            steps_S=np.array([row.step for row in rows], np.int64),
+            times_S=np.array([row.time_s for row in rows]),
+            values_SC=np.array([list(row.values.values()) for row in rows]),
+        )
+    ]
 
 
 @settings(deadline=None, max_examples=60)

@@ -14,7 +14,7 @@ from gradiometer import __version__
 
 EXIT_BROKEN_PIPE: Final = 141
 """What a shell shows for a program that ends by SIGPIPE: nobody reads its output any more."""
-SERVER_COMMANDS: Final = ("serve", "db")
+SERVER_COMMANDS: Final = ("serve", "db", "lint")
 
 _HELP: Final = """\
 usage: gradiometer COMMAND [options]
@@ -27,6 +27,7 @@ commands:
   replay  run a step that the flight recorder saved again, and name the operation that went non-finite
   sync    deliver runs that are waiting in a spool on this machine
   db      the server's database: figures, check, backup, migrations
+  lint    what the alert rules say of training logs: CSV, JSON Lines, trainer_state.json
 
   gradiometer COMMAND --help    options of one command
   gradiometer --version

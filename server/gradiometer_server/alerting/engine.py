@@ -81,29 +81,34 @@ class AlertEngine:
             lasts is returned at each breach: write it once per commit.
         """
         changed: dict[str, Episode] = {}
-        if isinstance(item, FoldedBlock):
-            for row in self._rows_to_judge(item):
-                changed.update((episode.alert_id, episode) for episode in self.observe(item.at(row)))
-            return list(changed.values())
         if item.attempt < self._clock.attempt:
             # A straggler of an attempt that has been superseded: its baselines are gone, and nobody can act on it.
             return []
+        first = item.at(0) if isinstance(item, FoldedBlock) else item
         if item.attempt > self._clock.attempt:
-            self._start_attempt(item, changed)
-        for rule in self._rules:
+            self._start_attempt(first, changed)
+        if isinstance(item, FoldedBlock):
+            self._judge_block(item, changed)
+        else:
+            self._judge(item, self._rules, changed)
+        return list(changed.values())
+
+    def _judge_block(self, block: FoldedBlock, changed: dict[str, Episode]) -> None:
+        """# Hot path: of usual steps, the first and the last two leave what a rule remembers as all of them would."""
+        num_rows = len(block.steps_S)
+        few = {0, num_rows - 2, num_rows - 1}
+        careful = [rule for rule in self._rules if rule.needs_all(block)]
+        rows = range(num_rows) if careful or self._firing else sorted(few & set(range(num_rows)))
+        for row in rows:
+            self._judge(block.at(row), self._rules if row in few else careful, changed)
+
+    def _judge(self, item: FoldedStep, rules: Sequence[Rule], changed: dict[str, Episode]) -> None:
+        for rule in rules:
             for breach in rule.observe(item, self._history):
                 self._take(item.attempt, breach, changed)
         if isinstance(item, FoldedLayers):
             self._history.add(item)
         self._advance(item, changed)
-        return list(changed.values())
-
-    def _rows_to_judge(self, block: FoldedBlock) -> Sequence[int]:
-        """# Hot path: of usual steps, the first and the last two leave what rules remember as all of them would."""
-        num_rows = len(block.steps_S)
-        if self._firing or any(rule.needs_all(block) for rule in self._rules):
-            return range(num_rows)
-        return sorted({0, max(0, num_rows - 2), num_rows - 1})
 
     def _start_attempt(self, item: FoldedStep, changed: dict[str, Episode]) -> None:
         """A relaunch learns afresh: its baselines may differ, and what fired before has ended with its process."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from gradiometer_server.alerting.explain_curves import CURVE_TEXTS
 from gradiometer_server.alerting.rules.base import number_text
+from gradiometer_server.alerting.words import (
+    Explanation,
+    capital,
+    facts,
+    first_layer,
+    in_layer,
+    on_rank,
+    sentences,
+    since,
+    times,
+)
 from gradiometer_server.domain.alerts import Breach, Episode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Text of an alert: `title` is one line, `explanation` and `advice` are a few sentences each."""
-
-    title: str
-    explanation: str
-    advice: str
 
 
 def explain(episode: Episode) -> Explanation:
@@ -54,8 +56,8 @@ def _non_finite(episode: Episode) -> Explanation:
             "at that batch; if it happens again this alert becomes critical."
         )
     return Explanation(
-        title=f"{what} {verb} at step {first.step}{_in_layer(first)}{_on_rank(first)}",
-        explanation=_sentences(lead.format(layer=_first_layer(first)), _facts(first), _since(episode)),
+        title=f"{what} {verb} at step {first.step}{in_layer(first)}{on_rank(first)}",
+        explanation=sentences(lead.format(layer=first_layer(first)), facts(first), since(episode)),
         advice=advice,
     )
 
@@ -77,24 +79,18 @@ def _grad_norm_spike(episode: Episode) -> Explanation:
     if worst.step != first.step:
         peak = f"The worst step so far is {worst.step}, with {number_text(worst.value)}."
     return Explanation(
-        title=f"Gradient norm {_times(first)} its median at step {first.step}{_in_layer(first)}",
-        explanation=_sentences(
+        title=f"Gradient norm {times(first)} its median at step {first.step}{in_layer(first)}",
+        explanation=sentences(
             f"The gradient norm before clipping was {number_text(first.value)} at step {first.step}; the median of up to "
             f"128 steps before is {number_text(first.baseline)}.",
             source,
             peak,
             "A single bad batch does this, and so does a learning rate that is too high.",
-            _since(episode),
+            since(episode),
         ),
         advice="Look at the batch of that step. Check that gradient clipping is on. If the loss is not back within 20 "
         "steps, restart about 100 steps earlier and skip those batches; if it comes again, lower the peak learning rate.",
     )
-
-
-def _times(breach: Breach) -> str:
-    if breach.value is None or not breach.baseline:
-        return "far above"
-    return f"is {number_text(breach.value / breach.baseline)} times"
 
 
 def _scaler_collapse(episode: Episode) -> Explanation:
@@ -104,12 +100,12 @@ def _scaler_collapse(episode: Episode) -> Explanation:
         "backward": "Going backward from the loss, {layer} is the first layer whose gradient overflows.",
     }.get(first.origin, "No layer report tells which gradient overflows.")
     return Explanation(
-        title=f"Loss scale is collapsing: {number_text(worst.value)} at step {worst.step}{_in_layer(first)}",
-        explanation=_sentences(
-            f"The gradient scaler skips step after step, so the model does not learn. {_capital(worst.facts)}.",
-            lead.format(layer=_first_layer(first)),
+        title=f"Loss scale is collapsing: {number_text(worst.value)} at step {worst.step}{in_layer(first)}",
+        explanation=sentences(
+            f"The gradient scaler skips step after step, so the model does not learn. {capital(worst.facts)}.",
+            lead.format(layer=first_layer(first)),
             "Unlike an occasional skip, which is how the scaler finds its scale, a lower scale does not help here.",
-            _since(episode),
+            since(episode),
         ),
         advice="Switch to bfloat16, or run that layer in float32 (torch.autocast(enabled=False) around it). Look at its "
         "values: a float16 gradient must stay below 65,504 after scaling. If the weights came from a bfloat16 training, "
@@ -119,22 +115,15 @@ def _scaler_collapse(episode: Episode) -> Explanation:
 
 def _dead_layer(episode: Episode) -> Explanation:
     first = episode.first
-    if first.key == "all":
-        return Explanation(
-            title=f"All gradients are exactly zero since {_since_step(first)}",
-            explanation=_sentences(_facts(first), _since(episode)),
-            advice="Check that the loss depends on the model's parameters, that nothing detaches it, that the weights "
-            "were really loaded, and that gradients are not cleared between backward() and step().",
-        )
     count = episode.num_layers
     noun = "layer gets" if count == 1 else "layers get"
     return Explanation(
-        title=f"{count} trainable {noun} no gradient: {_first_layer(first)}{', ...' if count > 1 else ''}",
-        explanation=_sentences(
-            _facts(first),
+        title=f"{count} trainable {noun} no gradient: {first_layer(first)}{', ...' if count > 1 else ''}",
+        explanation=sentences(
+            facts(first),
             f"Noticed at step {first.step}. Such a layer does not learn. Typical causes: a ReLU whose inputs are all negative, a branch that is never "
             "taken, an output that is detached, adapters attached to the wrong modules.",
-            _since(episode),
+            since(episode),
         ),
         advice="Look at the activations in front of this layer. With activation checkpointing and frozen inputs use "
         "use_reentrant=False or enable_input_require_grads(). If the layer is meant to be frozen, set "
@@ -142,15 +131,11 @@ def _dead_layer(episode: Episode) -> Explanation:
     )
 
 
-def _since_step(first: Breach) -> str:
-    return first.facts[0].rpartition("since ")[2] if first.facts else f"step {first.step}"
-
-
 def _user(episode: Episode) -> Explanation:
     title, text = (*episode.first.facts, "", "")[:2]
     return Explanation(
         title=title or "Alert from the training code",
-        explanation=_sentences(text, f"Sent by run.alert() at step {episode.first.step}.", _since(episode)),
+        explanation=sentences(text, f"Sent by run.alert() at step {episode.first.step}.", since(episode)),
         advice="The training code raised this alert itself; see where it calls run.alert().",
     )
 
@@ -159,7 +144,7 @@ def _check(episode: Episode) -> Explanation:
     title, text, advice = (*episode.first.facts, "", "", "")[:3]
     return Explanation(
         title=title or "A mistake in the training loop",
-        explanation=_sentences(text, f"First seen at step {episode.first.step}.", _times_true(episode)),
+        explanation=sentences(text, f"First seen at step {episode.first.step}.", _times_true(episode)),
         advice=advice or "Look at the training loop around optimizer.step().",
     )
 
@@ -174,14 +159,14 @@ def _times_true(episode: Episode) -> str:
 
 def _replica_mismatch(episode: Episode) -> Explanation:
     first = episode.first
-    ranks = " and ".join(str(rank) for rank in first.ranks)
+    ranks = " and ".join(str(rank) for rank in first.ranks) or "unknown"
     return Explanation(
-        title=f"Ranks {ranks} hold different gradients of {_first_layer(first)} at step {first.step}",
-        explanation=_sentences(
-            f"They say that they hold the same part of {_first_layer(first)}, whose gradient must then be the same on both.",
-            _facts(first),
+        title=f"Ranks {ranks} hold different gradients of {first_layer(first)} at step {first.step}",
+        explanation=sentences(
+            f"They say that they hold the same part of {first_layer(first)}, whose gradient must then be the same on both.",
+            facts(first),
             "The lower rank's counts in the figures; other layers may differ too.",
-            _since(episode),
+            since(episode),
         ),
         advice="If these ranks are to hold copies (DDP, HSDP), they are training different models: check that everything "
         "that is trained is inside the wrapper, that gradients are reduced before the step, and that no rank changes "
@@ -195,12 +180,12 @@ def _incomplete_gradient(episode: Episode) -> Explanation:
     missing = f"Nothing of this step came from {_ranks(first.ranks)}." if first.ranks else ""
     return Explanation(
         title=f"Only {number_text(100 * (first.value or 0.0))} % of the gradient is reported since about step {first.step}",
-        explanation=_sentences(
-            _facts(first),
+        explanation=sentences(
+            facts(first),
             missing,
             "The norm of the whole gradient and the figures of those layers are left out, because without the missing "
             "parts they would be wrong.",
-            _since(episode),
+            since(episode),
         ),
         advice="Check that gradiometer.init() and watch() run on every rank, and that the agents of the missing ranks "
         "reach the server. What they keep in their spool is sent later, but not merged into steps that were shown.",
@@ -215,48 +200,10 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 def _unknown(episode: Episode) -> Explanation:
     first = episode.first
     return Explanation(
-        title=f"{first.rule} at step {first.step}{_in_layer(first)}",
-        explanation=_sentences(_facts(first), _since(episode)),
+        title=f"{first.rule} at step {first.step}{in_layer(first)}",
+        explanation=sentences(facts(first), since(episode)),
         advice="This alert was raised by another version of the server; look at the chart at that step.",
     )
-
-
-def _first_layer(breach: Breach) -> str:
-    return breach.layers[0] if breach.layers else "an unknown layer"
-
-
-def _in_layer(breach: Breach) -> str:
-    if not breach.layers or not breach.origin:
-        return ""
-    how = "first in"
-    if breach.origin == "growth":
-        how = "mostly in" if breach.rule == "grad_norm_spike" else "suspect"
-    return f", {how} {breach.layers[0]}"
-
-
-def _on_rank(breach: Breach) -> str:
-    return f", rank {breach.ranks[0]}" if breach.ranks else ""
-
-
-def _facts(breach: Breach) -> str:
-    return f"{_capital(breach.facts)}." if breach.facts else ""
-
-
-def _capital(facts: tuple[str, ...]) -> str:
-    text = "; ".join(facts)
-    return text[:1].upper() + text[1:] if text and not text.startswith(("train/", "grad/", "loss")) else text
-
-
-def _since(episode: Episode) -> str:
-    first = episode.first.step
-    if episode.count == 1:
-        return ""
-    ended = f", quiet since step {episode.resolved_step}" if episode.resolved_step is not None else ""
-    return f"Seen {episode.count} times from step {first} to step {episode.last_step}{ended}."
-
-
-def _sentences(*parts: str) -> str:
-    return " ".join(part for part in parts if part)
 
 
 _TEXTS: dict[str, Callable[[Episode], Explanation]] = {
@@ -268,4 +215,5 @@ _TEXTS: dict[str, Callable[[Episode], Explanation]] = {
     "replica_mismatch": _replica_mismatch,
     "incomplete_gradient": _incomplete_gradient,
     "check": _check,
+    **CURVE_TEXTS,
 }

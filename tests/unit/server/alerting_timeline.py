@@ -97,10 +97,11 @@ def healthy_step(
 
 
 def healthy(first: int, last: int, **options: Any) -> list[Folded]:
-    """Ordinary steps first..last, with a little noise so that the deviation is not zero."""
+    """Ordinary steps first..last: the loss falls, the norm has a little noise so that its deviation is not zero."""
     items: list[Folded] = []
     for step in range(first, last + 1):
-        items += healthy_step(step, norm=1.0 + 0.05 * ((step * 7) % 5 - 2), **options)
+        loss = 2.0 + 1.0 / (1.0 + 0.01 * step)
+        items += healthy_step(step, **{"norm": 1.0 + 0.05 * ((step * 7) % 5 - 2), "loss": loss, **options})
     return items
 
 

@@ -188,7 +188,7 @@ def test_a_loss_that_travels_ahead_of_the_scalers_word_does_not_end_the_waiting(
     skipped = {first, first + 2}
     frames = [
         [layers(step, nonfinite={"head.weight": 4} if step in skipped else {}) for step in steps],
-        [scalars(step, {"train/loss": 1.0}) for step in steps],
+        [scalars(step, {"train/loss": 2.6}) for step in steps],
         [
             scalars(step, {"time/step_s": 0.1, "scaler/scale": 65536.0, "scaler/skipped": 0.0})
             for step in steps

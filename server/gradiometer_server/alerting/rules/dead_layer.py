@@ -12,8 +12,7 @@ from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.alerting.rules.base import MAX_NAMED_LAYERS
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedBlock, FoldedLayers, FoldedScalars, FoldedStep
-from gradiometer_server.domain.names import GRAD_NORM
+from gradiometer_server.domain.folded import FoldedBlock, FoldedLayers, FoldedStep
 
 _VERSION = 1
 
@@ -25,14 +24,12 @@ class DeadLayerDefaults:
     Attributes:
         never_steps: steps without any gradient since the start, while other layers have one.
         later_steps: consecutive steps of exact zero for a layer that has learned before.
-        all_zero_steps: consecutive steps in which the global norm is exactly 0: nothing learns at all.
         repeat_steps: a lasting state is reported again each so many steps; it must be below `quiet_steps`.
         quiet_steps: steps without a breach after which the episode resolves.
     """
 
     never_steps: int = 20
     later_steps: int = 50
-    all_zero_steps: int = 20
     repeat_steps: int = 10
     quiet_steps: int = 20
 
@@ -47,8 +44,6 @@ class _State(msgspec.Struct, kw_only=True):
     """uint8 (L,): whether a layer ever had a gradient other than zero."""
     num_dead: int = 0
     breach_step: int = -1
-    norm_step: int = -1
-    zero_norms: int = 0
 
 
 class DeadLayer:
@@ -67,13 +62,11 @@ class DeadLayer:
         """A breach when layers are found dead, when more die, and each `repeat_steps` while they are."""
         if isinstance(item, FoldedLayers):
             return self._take_layers(item)
-        if isinstance(item, FoldedScalars) and GRAD_NORM in item.values:
-            return self._take_norm(item, item.values[GRAD_NORM])
         return []
 
     def needs_all(self, block: FoldedBlock) -> bool:
         """See `base.Rule`."""
-        return GRAD_NORM in block.names
+        return False
 
     def dump(self) -> bytes:
         """State as msgpack."""
@@ -92,7 +85,7 @@ class DeadLayer:
     def _take_layers(self, item: FoldedLayers) -> list[Breach]:
         # Hot path: a few operations on whole arrays, no loop over layers.
         if item.layout.names != self._state.names:
-            self._state = _State(names=item.layout.names, zero_norms=self._state.zero_norms)
+            self._state = _State(names=item.layout.names)
             self._quiet_L = np.zeros(len(item.layout.names), np.int32)
             self._alive_L = np.zeros(len(item.layout.names), np.bool_)
         if item.step <= self._state.last_step:
@@ -103,7 +96,7 @@ class DeadLayer:
         absent_L = is_absent(norm_L)
         quiet_L = absent_L | (norm_L == 0.0)
         if quiet_L.all():
-            return []  # Nothing had a gradient: that is the global norm's case, not a dead layer among living ones.
+            return []  # Nothing had a gradient: rule `grad_zero` has that, it is no dead layer among living ones.
         # A layer that was alive and gets no gradient at all has been frozen on purpose; exact zeros are not chosen.
         dead_L = quiet_L & ~(absent_L & self._alive_L)
         if item.withheld is not None:
@@ -157,29 +150,6 @@ class DeadLayer:
             dead.tolist(),
             key=lambda index: (-int(self._quiet_L[index]), _module(names[index]) in alive_modules, -index),
         )
-
-    def _take_norm(self, item: FoldedScalars, norm: float) -> list[Breach]:
-        state, limit = self._state, self._defaults.all_zero_steps
-        if item.step <= state.norm_step:
-            return []
-        state.norm_step = item.step
-        state.zero_norms = state.zero_norms + 1 if norm == 0.0 else 0
-        if state.zero_norms < limit or (state.zero_norms - limit) % self._defaults.repeat_steps:
-            return []
-        since = item.step - state.zero_norms + 1
-        return [
-            Breach(
-                rule=self.name,
-                key="all",
-                severity=Severity.ERROR,
-                step=item.step,
-                time_s=item.time_s,
-                metric=GRAD_NORM,
-                value=0.0,
-                threshold=0.0,
-                facts=(f"{GRAD_NORM} has been exactly 0 since step {since}", "no layer is learning"),
-            )
-        ]
 
 
 def _module(layer: str) -> str:

@@ -219,6 +219,8 @@ class NonFinite:
         if evidence.losses:
             return False
         reported, layered = state.agent_scalars_step, state.first_layers_step
+        if layered is None and not evidence.modules:
+            return False  # Somebody else's gradient norm: no agent watches, so nobody tells of a scaler.
         known = reported is not None and reported < evidence.step
         settled = layered is not None and evidence.step - layered >= self._defaults.hold_steps
         return not (known or settled)

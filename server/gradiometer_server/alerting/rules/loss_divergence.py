@@ -1,0 +1,175 @@
+"""Rule `loss_divergence`: the loss has been well above its best for long, and still rises.
+
+No rule on single steps sees a drift of a thousandth per step. The loss is smoothed (an exponential mean of about 32
+values) and compared with the smallest that this mean has been. A loss that is or was negative is not judged: there a
+level says nothing about learning.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from gradiometer_server.alerting.rules.base import number_text
+from gradiometer_server.alerting.rules.baseline import (
+    LEARNING_RATE,
+    Pace,
+    Schedule,
+    Window,
+    judged_losses,
+    key_of,
+)
+from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
+from gradiometer_server.domain.alerts import Breach, Severity
+from gradiometer_server.domain.folded import FoldedScalars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossDivergenceDefaults:
+    """Defaults of the rule.
+
+    Attributes:
+        smooth_values: span of the exponential mean.
+        min_history: values before a best is taken.
+        share, noise: how far above its best the mean must be: a share of it, and standard deviations of the noise
+            from one value to the next.
+        after_values: for so many values in a row; twice as many are an error.
+        rising_values: the mean must be higher than so many values before, by a tenth of what it is above its best.
+        repeat_steps: a lasting state is reported again each so many steps; it must be below `quiet_steps`.
+        quiet_steps: steps without a breach after which the episode resolves.
+    """
+
+    smooth_values: int = 32
+    min_history: int = 64
+    share: float = 0.10
+    noise: float = 6.0
+    after_values: int = 64
+    rising_values: int = 32
+    repeat_steps: int = 10
+    quiet_steps: int = 50
+
+
+class _Series(msgspec.Struct, kw_only=True):
+    pace: Pace = msgspec.field(default_factory=Pace)
+    count: int = 0
+    last: float = 0.0
+    mean: float = 0.0
+    best: float = math.inf
+    best_step: int = 0
+    above: int = 0
+    """Values in a row for which the mean has been too high."""
+    means: list[float] = []
+    """The mean after each of the last `rising_values`."""
+    changes: list[float] = []
+    negative: bool = False
+
+
+class _State(ScalarState, kw_only=True):
+    schedule: Schedule = msgspec.field(default_factory=Schedule)
+    series: dict[str, _Series] = msgspec.field(default_factory=dict)
+
+
+class LossDivergence(ScalarRule[_State]):
+    """See the module's first lines."""
+
+    name = "loss_divergence"
+    reads = frozenset({LEARNING_RATE})
+    reads_losses = True
+
+    def __init__(self, defaults: LossDivergenceDefaults | None = None) -> None:
+        self._defaults = defaults or LossDivergenceDefaults()
+        super().__init__(_State, quiet_steps=self._defaults.quiet_steps)
+        self._changes: dict[str, Window] = {}
+
+    def judge(self, item: FoldedScalars) -> list[Breach]:
+        """A breach when a loss has risen for long enough, and each `repeat_steps` while it does."""
+        state = self._state
+        if state.schedule.take(item.step, item.values):
+            for name in state.series:
+                self._forget(name)
+        breaches = [self._take(item, name) for name in judged_losses(item.values, state.series)]
+        return [breach for breach in breaches if breach is not None]
+
+    def dump(self) -> bytes:
+        """State as msgpack."""
+        for name, changes in self._changes.items():
+            self._state.series[name].changes = changes.values
+        return super().dump()
+
+    def load(self, data: bytes) -> None:
+        """Take over a dumped state."""
+        super().load(data)
+        self._changes = {}
+
+    def _forget(self, name: str) -> None:
+        before = self._state.series[name]
+        self._state.series[name] = _Series(pace=before.pace, negative=before.negative)
+        self._changes.pop(name, None)
+
+    def _take(self, item: FoldedScalars, name: str) -> Breach | None:
+        series = self._state.series.setdefault(name, _Series())
+        value = item.values[name]
+        if item.step <= series.pace.last_step:
+            return None
+        if series.pace.take(item.step):
+            self._forget(name)
+            series = self._state.series[name]
+        series.negative |= value < 0
+        if not math.isfinite(value) or series.negative:
+            return None
+        self._smooth(series, name, value)
+        if series.count < self._defaults.min_history:
+            return None
+        if series.mean < series.best:
+            series.best, series.best_step = series.mean, item.step
+        return self._judged(item, name, series)
+
+    def _smooth(self, series: _Series, name: str, value: float) -> None:
+        if name not in self._changes:
+            self._changes[name] = Window(4 * self._defaults.smooth_values, series.changes)
+        if series.count:
+            self._changes[name].push(value - series.last)
+        series.count, series.last = series.count + 1, value
+        # A plain mean at first, so that the first value does not weigh on all that follow.
+        weight = max(2.0 / (self._defaults.smooth_values + 1), 1.0 / series.count)
+        series.mean += weight * (value - series.mean)
+        series.means = [*series.means, series.mean][-self._defaults.rising_values - 1 :]
+
+    def _judged(self, item: FoldedScalars, name: str, series: _Series) -> Breach | None:
+        # Hot path: a usual value costs one comparison; the noise is looked at only where the level is high.
+        defaults, rise = self._defaults, series.mean - series.best
+        if rise < defaults.share * abs(series.best) or rise <= 0 or rise < self._noise(name):
+            series.above = 0
+            return None
+        series.above += 1
+        over = series.above - defaults.after_values
+        if over < 0 or over % defaults.repeat_steps:
+            return None
+        if series.mean - series.means[0] < 0.1 * rise:
+            return None  # A step up that has ended, such as another mixture of data.
+        late = series.above >= 2 * defaults.after_values
+        return self._breach(item, name, series, Severity.ERROR if late else Severity.WARNING)
+
+    def _noise(self, name: str) -> float:
+        """The noise of one value is what two neighbours differ by, over the square root of 2."""
+        return self._defaults.noise * self._changes[name].deviation() / math.sqrt(2)
+
+    def _breach(self, item: FoldedScalars, name: str, series: _Series, severity: Severity) -> Breach:
+        return Breach(
+            rule=self.name,
+            key=key_of(name),
+            severity=severity,
+            step=item.step,
+            time_s=item.time_s,
+            metric=name,
+            value=series.mean,
+            baseline=series.best,
+            threshold=series.best + self._defaults.share * abs(series.best),
+            facts=(
+                f"the smoothed {name} is {number_text(series.mean)}",
+                f"it was {number_text(series.best)} at step {series.best_step}",
+                f"it has been above for {series.above} reported steps and still rises",
+            ),
+        )

@@ -1,0 +1,186 @@
+"""Rule `loss_rise`: the loss has stepped up or creeps up, too little for an alarm; worth a look.
+
+A cumulative sum of what each value is above the level before, in standard deviations of the noise between
+neighbours, less one: noise alone does not add up. The level stands still while the sum grows. Data replayed after a
+resume shows like this within a few reported steps. Always an info: a change of the data does the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from gradiometer_server.alerting.rules.base import number_text
+from gradiometer_server.alerting.rules.baseline import (
+    LEARNING_RATE,
+    Pace,
+    Schedule,
+    Window,
+    judged_losses,
+    key_of,
+)
+from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
+from gradiometer_server.domain.alerts import Breach, Severity
+from gradiometer_server.domain.folded import FoldedScalars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRiseDefaults:
+    """Defaults of the rule.
+
+    Attributes:
+        level_values: values whose median is the level.
+        noise_values: changes from value to value that make the noise.
+        min_history: values before the rule judges.
+        allowance, limit: standard deviations that are taken off each value, and the sum that is a breach.
+        most: standard deviations that one value can add, so that a single spike is none.
+        least_share: the median of the values in the sum must be above the level by this share of it.
+        give_up_values: a sum that has not reached the limit after so many values is dropped.
+        quiet_steps: steps without a breach after which the episode resolves.
+    """
+
+    level_values: int = 8
+    noise_values: int = 32
+    min_history: int = 16
+    allowance: float = 1.0
+    limit: float = 10.0
+    most: float = 4.0
+    least_share: float = 0.05
+    give_up_values: int = 32
+    quiet_steps: int = 50
+
+
+class _Series(msgspec.Struct, kw_only=True):
+    pace: Pace = msgspec.field(default_factory=Pace)
+    count: int = 0
+    values: list[float] = []
+    changes: list[float] = []
+    last: float = 0.0
+    sum: float = 0.0
+    since: int = 0
+    raised: list[float] = []
+    """Values that made the sum."""
+    negative: bool = False
+
+
+class _State(ScalarState, kw_only=True):
+    schedule: Schedule = msgspec.field(default_factory=Schedule)
+    series: dict[str, _Series] = msgspec.field(default_factory=dict)
+
+
+class LossRise(ScalarRule[_State]):
+    """See the module's first lines."""
+
+    name = "loss_rise"
+    reads = frozenset({LEARNING_RATE})
+    reads_losses = True
+
+    def __init__(self, defaults: LossRiseDefaults | None = None) -> None:
+        self._defaults = defaults or LossRiseDefaults()
+        super().__init__(_State, quiet_steps=self._defaults.quiet_steps)
+        self._windows: dict[str, tuple[Window, Window]] = {}
+
+    def judge(self, item: FoldedScalars) -> list[Breach]:
+        """A breach when the sum reaches its limit; then it begins anew."""
+        state = self._state
+        if state.schedule.take(item.step, item.values):
+            for name in state.series:
+                self._forget(name)
+        breaches = [self._take(item, name) for name in judged_losses(item.values, state.series)]
+        return [breach for breach in breaches if breach is not None]
+
+    def dump(self) -> bytes:
+        """State as msgpack."""
+        for name, (level, noise) in self._windows.items():
+            self._state.series[name].values = level.values
+            self._state.series[name].changes = noise.values
+        return super().dump()
+
+    def load(self, data: bytes) -> None:
+        """Take over a dumped state."""
+        super().load(data)
+        self._windows = {}
+
+    def _window(self, name: str) -> tuple[Window, Window]:
+        if name not in self._windows:
+            series = self._state.series[name]
+            self._windows[name] = (
+                Window(self._defaults.level_values, series.values),
+                Window(self._defaults.noise_values, series.changes),
+            )
+        return self._windows[name]
+
+    def _forget(self, name: str) -> None:
+        before = self._state.series[name]
+        self._state.series[name] = _Series(pace=before.pace, negative=before.negative)
+        self._windows.pop(name, None)
+
+    def _take(self, item: FoldedScalars, name: str) -> Breach | None:
+        series = self._state.series.setdefault(name, _Series())
+        value = item.values[name]
+        if item.step <= series.pace.last_step:
+            return None
+        if series.pace.take(item.step):
+            self._forget(name)
+            series = self._state.series[name]
+        series.negative |= value < 0
+        if not math.isfinite(value) or series.negative:
+            return None
+        level, noise = self._window(name)
+        breach = (
+            self._judged(item, name, series, value) if series.count >= self._defaults.min_history else None
+        )
+        if series.count:
+            noise.push(value - series.last)
+        if not series.raised:
+            level.push(value)  # While the sum grows the level must not follow it.
+        series.count, series.last = series.count + 1, value
+        return breach
+
+    def _judged(self, item: FoldedScalars, name: str, series: _Series, value: float) -> Breach | None:
+        # Hot path: a value at or below its level costs one comparison.
+        defaults, (level_window, noise) = self._defaults, self._window(name)
+        level = level_window.median()
+        if value <= level and not series.raised:
+            return None
+        deviation = noise.deviation() / math.sqrt(2)
+        if deviation <= 0:
+            return None
+        score = min((value - level) / deviation, defaults.most) - defaults.allowance
+        series.since = item.step if not series.raised else series.since
+        series.sum = max(0.0, series.sum + score)
+        series.raised = [*series.raised, value] if series.sum > 0 else []
+        if series.sum < defaults.limit and len(series.raised) < defaults.give_up_values:
+            return None
+        middle = sorted(series.raised)[len(series.raised) // 2]
+        reached = (
+            series.sum >= defaults.limit
+            and middle - level >= defaults.least_share * abs(level)
+            and min(series.raised) > max(level_window.values)
+        )
+        if not reached and len(series.raised) < defaults.give_up_values:
+            return None
+        breach = self._breach(item, name, series, level, middle) if reached else None
+        series.sum, series.raised = 0.0, []
+        level_window.clear()
+        level_window.push(middle)
+        return breach
+
+    def _breach(self, item: FoldedScalars, name: str, series: _Series, level: float, middle: float) -> Breach:
+        return Breach(
+            rule=self.name,
+            key=key_of(name),
+            severity=Severity.INFO,
+            step=item.step,
+            time_s=item.time_s,
+            metric=name,
+            value=middle,
+            baseline=level,
+            threshold=level + self._defaults.least_share * abs(level),
+            facts=(
+                f"{name} is around {number_text(middle)} since step {series.since}",
+                f"it was around {number_text(level)} before",
+            ),
+        )
