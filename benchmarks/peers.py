@@ -70,6 +70,7 @@ KILLS: dict[tuple[str, str], tuple[float, ...]] = {
 QUICK_SHARE = 0.1
 QUICK_LEAVES_OUT = ("runs", "log_metrics")
 KILL_AFTER_S = 3.0
+"""Or after half of the steps, if that is sooner."""
 READS = 5
 LONG_READ_S = 3.0
 """Reads that take long are not repeated."""
@@ -228,7 +229,9 @@ def kill(tool: Tool, pace: float) -> dict[str, Any]:
         tool.project = given.name
     producer = Producer(tool, given, pace=pace)
     wait_until(lambda: producer.steps_done() > 0, "the first step is logged")
-    threading.Event().wait(KILL_AFTER_S)
+    killed_by_s = time.monotonic() + KILL_AFTER_S
+    while time.monotonic() < killed_by_s and producer.steps_done() < given.steps / 2:
+        threading.Event().wait(0.005)
     logged = producer.kill() * len(given.names)
     readable, killed_s, quiet_since_s = -1, time.monotonic(), time.monotonic()
     while time.monotonic() - quiet_since_s < tool.readable_after_s and readable < logged:
