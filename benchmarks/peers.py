@@ -353,7 +353,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a tenth of the steps, in about a minute")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the steps")
     parser.add_argument("--tools", nargs="+", choices=list(TOOLS), default=list(TOOLS))
     parser.add_argument("--environments", type=Path, default=CACHE, help=f"folder ({CACHE})")
     options = parser.parse_args()
