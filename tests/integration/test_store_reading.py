@@ -182,6 +182,18 @@ def test_metrics_join_attempts_ranks_and_tails(database: Database) -> None:
     assert (metric.min, metric.max, metric.num_nonfinite) == (5.0, 7.0, 2)
 
 
+def test_a_tail_that_was_flushed_while_a_read_began_counts_once(database: Database) -> None:
+    key = new_run(database)
+    (one,) = new_series(database, key, 1, LOSS)
+    flush(database, key, (one, tail([1, 2, 3], [5.0, np.nan, np.inf])))
+    # As taken before the flush, and a step more.
+    reader = SeriesReader(
+        database, lambda _: {one.series_id: tail([1, 2, 3, 4], [5.0, np.nan, np.inf, np.nan])}
+    )
+    (metric,) = reader.metrics(key)
+    assert (metric.num_points, metric.num_nonfinite) == (4, 3)
+
+
 def test_questions_that_cannot_be_answered_say_why(database: Database) -> None:
     key = new_run(database)
     new_series(database, key, 1, LOSS)

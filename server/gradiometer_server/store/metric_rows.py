@@ -25,7 +25,7 @@ class Latest:
 class MetricRow:
     """A metric over all attempts, tails included; figures are of the merged series, or of the ranks if only they are.
 
-    `num_points` counts a step that is written again while it is not flushed twice.
+    A step that is written again counts once, and what it was counts until that is flushed.
     """
 
     name: str
@@ -58,13 +58,15 @@ def metric_of(name: str, pieces: Sequence[Piece]) -> MetricRow:
         name=name,
         kind=merged[0].row.series.kind,
         ranks=tuple(sorted({piece.row.series.rank for piece in pieces if piece.row.series.rank is not None})),
-        num_points=sum(piece.row.num_points + len(piece.steps_N) for piece in merged),
+        num_points=sum(piece.num_points for piece in merged),
         first_step=first,
         last_step=last,
         last=last_value(newest[-1]) if newest and is_scalar else None,
         min=min((low for low, _ in finite if low is not None), default=None),
         max=max((high for _, high in finite if high is not None), default=None),
-        num_nonfinite=sum(piece.row.num_nonfinite + _num_nonfinite(piece.values_NW) for piece in merged),
+        num_nonfinite=sum(
+            piece.row.num_nonfinite + _num_nonfinite(piece.values_NW[piece.num_known :]) for piece in merged
+        ),
     )
 
 

@@ -40,6 +40,20 @@ class Piece:
         return None if first is None or (self.end is not None and first > self.end) else first
 
     @property
+    def num_known(self) -> int:
+        """Points of the tail that its series' row counts already: tails are taken before the snapshot, see `query`.
+
+        One of a step that was written before and another that was left out before look alike; both are taken for known.
+        """
+        last = self.row.last_step
+        return 0 if last is None else int(np.searchsorted(self.steps_N, last, side="right"))
+
+    @property
+    def num_points(self) -> int:
+        """Points of the series, those included that are not in chunks yet."""
+        return self.row.num_points + len(self.steps_N) - self.num_known
+
+    @property
     def last_step(self) -> int | None:
         """Last step to draw, or None if nothing is left. Where a later attempt cuts the line: at most this."""
         if self.first_step is None:
