@@ -136,7 +136,9 @@ def test_steps_that_come_as_one_block_give_the_same_episodes(
             rows = []
         rows.append(item)
     blocks += _block(rows)
-    assert same(run(items, AlertEngine.restore([], [])), run(blocks, AlertEngine.restore([], [])))
+    singly, at_once = AlertEngine.restore([], []), AlertEngine.restore([], [])
+    assert same(run(items, singly), run(blocks, at_once))
+    assert at_once.snapshot() == singly.snapshot()
 
 
 def _block(rows: list[FoldedScalars]) -> list[Folded]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from gradiometer_server.alerting import episodes as life
 from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.alerting.rules import make_rules
-from gradiometer_server.alerting.rules.base import Rule
+from gradiometer_server.alerting.rules.base import Rule, TakesBlocks
 from gradiometer_server.domain.alerts import Breach, Episode, EpisodeState
 from gradiometer_server.domain.folded import Folded, FoldedBlock, FoldedEvent, FoldedLayers, FoldedStep
 
@@ -90,25 +91,31 @@ class AlertEngine:
         if isinstance(item, FoldedBlock):
             self._judge_block(item, changed)
         else:
-            self._judge(item, self._rules, changed)
+            self._ask(item, self._rules, changed)
+            if isinstance(item, FoldedLayers):
+                self._history.add(item)
+            self._advance(item, changed)
         return list(changed.values())
 
     def _judge_block(self, block: FoldedBlock, changed: dict[str, Episode]) -> None:
         """# Hot path: of usual steps, the first and the last two leave what a rule remembers as all of them would."""
         num_rows = len(block.steps_S)
-        few = {0, num_rows - 2, num_rows - 1}
-        careful = [rule for rule in self._rules if rule.needs_all(block)]
-        rows = range(num_rows) if careful or self._firing else sorted(few & set(range(num_rows)))
-        for row in rows:
-            self._judge(block.at(row), self._rules if row in few else careful, changed)
+        few = {0, max(0, num_rows - 2), num_rows - 1}
+        careful = [rule for rule in self._rules if rule.needs_all(block) and not _takes(rule, block)]
+        if not careful:
+            for row in sorted(few):
+                self._ask(block.at(row), self._rules, changed)
+            self._advance_block(block, changed)
+            return
+        for row in range(num_rows):
+            step = block.at(row)
+            self._ask(step, self._rules if row in few else careful, changed)
+            self._advance(step, changed)
 
-    def _judge(self, item: FoldedStep, rules: Sequence[Rule], changed: dict[str, Episode]) -> None:
+    def _ask(self, item: FoldedStep, rules: Sequence[Rule], changed: dict[str, Episode]) -> None:
         for rule in rules:
             for breach in rule.observe(item, self._history):
                 self._take(item.attempt, breach, changed)
-        if isinstance(item, FoldedLayers):
-            self._history.add(item)
-        self._advance(item, changed)
 
     def _start_attempt(self, item: FoldedStep, changed: dict[str, Episode]) -> None:
         """A relaunch learns afresh: its baselines may differ, and what fired before has ended with its process."""
@@ -142,6 +149,29 @@ class AlertEngine:
             quiet = self._clock.quiet.setdefault(rule, {})
             quiet[key] = quiet.get(key, 0) + 1
             if quiet[key] > self._quiet_steps[rule]:
-                done = life.resolved(episode, step=item.step, time_s=item.time_s)
-                changed[done.alert_id] = done
-                del self._firing[rule, key], quiet[key]
+                self._resolve(episode, item.step, item.time_s, changed)
+
+    def _advance_block(self, block: FoldedBlock, changed: dict[str, Episode]) -> None:
+        """What `_advance` does at each of these steps, of which none is a breach."""
+        new = int(np.searchsorted(block.steps_S, self._clock.step, side="right"))
+        if new == len(block.steps_S):
+            return
+        self._clock.step = int(block.steps_S[-1])
+        for (rule, key), episode in list(self._firing.items()):
+            first = max(new, int(np.searchsorted(block.steps_S, episode.last_step, side="right")))
+            quiet = self._clock.quiet.setdefault(rule, {})
+            row = first + self._quiet_steps[rule] - quiet.get(key, 0)
+            if row < len(block.steps_S):
+                self._resolve(episode, int(block.steps_S[row]), float(block.times_S[row]), changed)
+            else:
+                quiet[key] = quiet.get(key, 0) + len(block.steps_S) - first
+
+    def _resolve(self, episode: Episode, step: int, time_s: float, changed: dict[str, Episode]) -> None:
+        done = life.resolved(episode, step=step, time_s=time_s)
+        changed[done.alert_id] = done
+        rule, key = episode.first.rule, episode.first.key
+        del self._firing[rule, key], self._clock.quiet[rule][key]
+
+
+def _takes(rule: Rule, block: FoldedBlock) -> bool:
+    return isinstance(rule, TakesBlocks) and rule.take_block(block)

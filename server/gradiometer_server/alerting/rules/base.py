@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,18 @@ class Rule(Protocol):
 
     def load(self, data: bytes) -> None:
         """Take over a state that `dump` wrote; one of another version is ignored, and the rule learns afresh."""
+        ...
+
+
+@runtime_checkable
+class TakesBlocks(Protocol):
+    """A rule that needs to see every step, but can see them all at once."""
+
+    def take_block(self, block: FoldedBlock) -> bool:
+        """Take in all of `block` at once, if it is usual: no breach in it, and the state as after every single step.
+
+        False: it was not, or this rule cannot; nothing is taken in, and the steps must come one by one.
+        """
         ...
 
 

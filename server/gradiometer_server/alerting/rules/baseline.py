@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from statistics import median
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from gradiometer_server.alerting.rules.base import is_loss
 from gradiometer_server.domain.folded import FoldedBlock
@@ -51,15 +55,18 @@ class Window:
 
     def deviation(self) -> float:
         """Median absolute deviation times 1.4826: the standard deviation, unmoved by a few outliers."""
-        middle = self.median()
-        apart = sorted(abs(value - middle) for value in self._sorted)
-        half = len(apart) // 2
-        return MAD_TO_SD * (apart[half] if len(apart) % 2 else 0.5 * (apart[half - 1] + apart[half]))
+        return deviation_of(self._sorted)
 
     def clear(self) -> None:
         """Forget everything."""
         self.values.clear()
         self._sorted.clear()
+
+
+def deviation_of(values: Sequence[float]) -> float:
+    """Median absolute deviation of `values` times 1.4826; there must be one."""
+    middle = median(values)
+    return MAD_TO_SD * median([abs(value - middle) for value in values])
 
 
 class Pace(msgspec.Struct, kw_only=True):
@@ -86,6 +93,17 @@ class Pace(msgspec.Struct, kw_only=True):
         self.odd_gap = gap
         return False
 
+    def is_steady(self, steps_S: NDArray[np.int64]) -> bool:
+        """Whether all of these steps go on at the usual interval, so that `take` would only move."""
+        if (
+            self.first_step is None
+            or not self.gap
+            or self.odd_gap
+            or int(steps_S[0]) - self.last_step != self.gap
+        ):
+            return False
+        return bool((np.diff(steps_S) == self.gap).all())
+
     @property
     def began_midway(self) -> bool:
         """Whether the first step is far from a training's start, so that the model was in its stride already."""
@@ -96,6 +114,11 @@ def _alike(gap: int, other: int, factor: int) -> bool:
     return gap < other * factor and other < gap * factor
 
 
+def column(block: FoldedBlock, name: str) -> NDArray[np.float64]:
+    """Values (S,) of one metric of a block."""
+    return block.values_SC[:, block.names.index(name)]
+
+
 def judged_losses(values: Mapping[str, float], followed: Mapping[str, object]) -> list[str]:
     """Names of the losses in `values` that a rule follows: those it does already, and new ones while there is room."""
     names = []
@@ -103,10 +126,15 @@ def judged_losses(values: Mapping[str, float], followed: Mapping[str, object]) -
     for name in values:
         if name in followed:
             names.append(name)
-        elif room > 0 and is_loss(name) and not any(word in name.lower() for word in _NO_LOSS):
+        elif room > 0 and _is_judged(name):
             names.append(name)
             room -= 1
     return names
+
+
+@lru_cache(maxsize=4096)
+def _is_judged(name: str) -> bool:
+    return is_loss(name) and not any(word in name.lower() for word in _NO_LOSS)
 
 
 def has_judged_loss(block: FoldedBlock) -> bool:
@@ -135,3 +163,23 @@ class Schedule(msgspec.Struct, kw_only=True):
         self.rising = before is not None and lr > before
         self.lr, self.lr_step = lr, step
         return before is not None and before > 0 and lr > 2 * before and not rose
+
+    def is_usual(self, block: FoldedBlock) -> bool:
+        """Whether the learning rate starts nowhere again in `block`, so that `take_block` may be used."""
+        if LEARNING_RATE not in block.names:
+            return True
+        lr_S = column(block, LEARNING_RATE)
+        if self.lr is None or int(block.steps_S[0]) <= self.lr_step or not np.isfinite(lr_S).all():
+            return False
+        before_S = np.concatenate(([self.lr], lr_S[:-1]))
+        rises_S = lr_S > before_S
+        rose_S = np.concatenate(([self.rising], rises_S[:-1]))
+        return not bool(((before_S > 0) & (lr_S > 2 * before_S) & ~rose_S).any())
+
+    def take_block(self, block: FoldedBlock) -> None:
+        """What `take` leaves after every step of a usual block."""
+        if LEARNING_RATE in block.names:
+            lr_S = column(block, LEARNING_RATE)
+            before = float(lr_S[-2]) if len(lr_S) > 1 else self.lr
+            self.rising = before is not None and bool(lr_S[-1] > before)
+            self.lr, self.lr_step = float(lr_S[-1]), int(block.steps_S[-1])

@@ -17,7 +17,7 @@ from gradiometer_server.alerting.rules.base import number_text
 from gradiometer_server.alerting.rules.baseline import LEARNING_RATE, Pace, Schedule
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
 from gradiometer_server.domain.names import GRAD_NORM
 
 
@@ -77,6 +77,13 @@ class GradExplosion(ScalarRule[_State]):
         if state.count % defaults.every or len(state.logs) < defaults.window:
             return []
         return self._look(item)
+
+    def take_block(self, block: FoldedBlock) -> bool:
+        """See `base.TakesBlocks`."""
+        if GRAD_NORM in block.names or not self._state.schedule.is_usual(block):
+            return False
+        self._state.schedule.take_block(block)
+        return True
 
     def _forget(self) -> None:
         self._state.logs, self._state.lowest = [], math.inf

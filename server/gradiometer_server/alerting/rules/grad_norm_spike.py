@@ -17,7 +17,7 @@ import numpy as np
 
 from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.alerting.rules.base import number_text
-from gradiometer_server.alerting.rules.baseline import MAD_TO_SD, Pace, Schedule, Window
+from gradiometer_server.alerting.rules.baseline import LEARNING_RATE, MAD_TO_SD, Pace, Schedule, Window
 from gradiometer_server.domain.absent import is_absent
 from gradiometer_server.domain.alerts import Breach, Severity
 from gradiometer_server.domain.folded import FoldedBlock, FoldedLayers, FoldedScalars, FoldedStep
@@ -108,7 +108,14 @@ class GradNormSpike:
 
     def needs_all(self, block: FoldedBlock) -> bool:
         """See `base.Rule`."""
-        return GRAD_NORM in block.names
+        return GRAD_NORM in block.names or LEARNING_RATE in block.names
+
+    def take_block(self, block: FoldedBlock) -> bool:
+        """See `base.TakesBlocks`."""
+        if GRAD_NORM in block.names or not self._state.schedule.is_usual(block):
+            return False
+        self._state.schedule.take_block(block)
+        return True
 
     def dump(self) -> bytes:
         """State as msgpack."""

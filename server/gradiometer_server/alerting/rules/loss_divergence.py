@@ -8,9 +8,12 @@ level says nothing about learning.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from gradiometer_server.alerting.rules.base import number_text
 from gradiometer_server.alerting.rules.baseline import (
@@ -18,12 +21,14 @@ from gradiometer_server.alerting.rules.baseline import (
     Pace,
     Schedule,
     Window,
+    column,
+    deviation_of,
     judged_losses,
     key_of,
 )
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,7 @@ class LossDivergenceDefaults:
         min_history: values before a best is taken.
         share, noise: how far above its best the mean must be: a share of it, and standard deviations of the noise
             from one value to the next.
+        noise_values: changes from value to value that make the noise; it is looked at anew after so many.
         after_values: for so many values in a row; twice as many are an error.
         rising_values: the mean must be higher than so many values before, by a tenth of what it is above its best.
         repeat_steps: a lasting state is reported again each so many steps; it must be below `quiet_steps`.
@@ -45,6 +51,7 @@ class LossDivergenceDefaults:
     min_history: int = 64
     share: float = 0.10
     noise: float = 6.0
+    noise_values: int = 128
     after_values: int = 64
     rising_values: int = 32
     repeat_steps: int = 10
@@ -63,6 +70,8 @@ class _Series(msgspec.Struct, kw_only=True):
     means: list[float] = []
     """The mean after each of the last `rising_values`."""
     changes: list[float] = []
+    noise: float = math.inf
+    """What the noise alone may raise the mean by."""
     negative: bool = False
 
 
@@ -91,6 +100,74 @@ class LossDivergence(ScalarRule[_State]):
                 self._forget(name)
         breaches = [self._take(item, name) for name in judged_losses(item.values, state.series)]
         return [breach for breach in breaches if breach is not None]
+
+    def take_block(self, block: FoldedBlock) -> bool:
+        """See `base.TakesBlocks`."""
+        state = self._state
+        names = judged_losses(dict.fromkeys(block.names, 0.0), state.series)
+        if not state.series.keys() >= set(names) or not state.schedule.is_usual(block):
+            return False
+        after = {name: self._after(name, block.steps_S, column(block, name)) for name in names}
+        if None in after.values():
+            return False
+        for name, series in after.items():
+            if series is not None:
+                state.series[name] = series
+                self._changes.pop(name, None)
+        state.schedule.take_block(block)
+        return True
+
+    def _after(self, name: str, steps_S: NDArray[np.int64], values_S: NDArray[np.float64]) -> _Series | None:
+        """The series after values none of which is a breach; None if one is, or too little is known."""
+        series, defaults = self._state.series[name], self._defaults
+        if not series.pace.is_steady(steps_S):
+            return None
+        pace = msgspec.structs.replace(series.pace, last_step=int(steps_S[-1]))
+        if series.negative:
+            return msgspec.structs.replace(series, pace=pace)
+        if series.count < defaults.min_history or not np.isfinite(values_S).all() or (values_S < 0).any():
+            return None
+        known = self._changes[name].values if name in self._changes else series.changes
+        changes = [*known, *np.diff(np.concatenate(([series.last], values_S))).tolist()]
+        after = msgspec.structs.replace(
+            series, pace=pace, last=float(values_S[-1]), changes=changes[-defaults.noise_values :]
+        )
+        means, weight = list(series.means), self._weight(after.count + 1)
+        mean, count = after.mean, after.count
+        for row, value in enumerate(values_S.tolist()):
+            mean += weight * (value - mean)
+            count += 1
+            means.append(mean)
+            if count % defaults.noise_values == 0:
+                end = len(known) + row + 1
+                after.noise = self._noise_of(changes[max(0, end - defaults.noise_values) : end])
+            if mean < after.best:
+                after.best, after.best_step, after.above = mean, int(steps_S[row]), 0
+            elif self._is_due(after, mean) and self._still_rises(
+                after, mean, means[-defaults.rising_values - 1]
+            ):
+                return None
+        after.mean, after.count = mean, count
+        after.means = means[-defaults.rising_values - 1 :]
+        return after
+
+    def _weight(self, count: int) -> float:
+        """A plain mean at first, so that the first value does not weigh on all that follow."""
+        return max(2.0 / (self._defaults.smooth_values + 1), 1.0 / count)
+
+    def _is_due(self, series: _Series, mean: float) -> bool:
+        """Counts a value for which the mean is too high; whether there have been enough for a word."""
+        rise = mean - series.best
+        if rise < self._defaults.share * series.best or rise <= 0 or rise < series.noise:
+            series.above = 0
+            return False
+        series.above += 1
+        over = series.above - self._defaults.after_values
+        return over >= 0 and over % self._defaults.repeat_steps == 0
+
+    def _still_rises(self, series: _Series, mean: float, before: float) -> bool:
+        """False: it was a step up that has ended, such as another mixture of data."""
+        return mean - before >= 0.1 * (mean - series.best)
 
     def dump(self) -> bytes:
         """State as msgpack."""
@@ -128,33 +205,30 @@ class LossDivergence(ScalarRule[_State]):
 
     def _smooth(self, series: _Series, name: str, value: float) -> None:
         if name not in self._changes:
-            self._changes[name] = Window(4 * self._defaults.smooth_values, series.changes)
+            self._changes[name] = Window(self._defaults.noise_values, series.changes)
         if series.count:
             self._changes[name].push(value - series.last)
-        series.count, series.last = series.count + 1, value
-        # A plain mean at first, so that the first value does not weigh on all that follow.
-        weight = max(2.0 / (self._defaults.smooth_values + 1), 1.0 / series.count)
-        series.mean += weight * (value - series.mean)
+        series.last = value
+        series.count += 1
+        series.mean += self._weight(series.count) * (value - series.mean)
         series.means = [*series.means, series.mean][-self._defaults.rising_values - 1 :]
+        if self._looks_at_noise(series.count):
+            series.noise = self._noise_of(self._changes[name].values)
 
     def _judged(self, item: FoldedScalars, name: str, series: _Series) -> Breach | None:
-        # Hot path: a usual value costs one comparison; the noise is looked at only where the level is high.
-        defaults, rise = self._defaults, series.mean - series.best
-        if rise < defaults.share * abs(series.best) or rise <= 0 or rise < self._noise(name):
-            series.above = 0
+        if not self._is_due(series, series.mean) or not self._still_rises(
+            series, series.mean, series.means[0]
+        ):
             return None
-        series.above += 1
-        over = series.above - defaults.after_values
-        if over < 0 or over % defaults.repeat_steps:
-            return None
-        if series.mean - series.means[0] < 0.1 * rise:
-            return None  # A step up that has ended, such as another mixture of data.
-        late = series.above >= 2 * defaults.after_values
+        late = series.above >= 2 * self._defaults.after_values
         return self._breach(item, name, series, Severity.ERROR if late else Severity.WARNING)
 
-    def _noise(self, name: str) -> float:
+    def _looks_at_noise(self, count: int) -> bool:
+        return count == self._defaults.min_history or count % self._defaults.noise_values == 0
+
+    def _noise_of(self, changes: Sequence[float]) -> float:
         """The noise of one value is what two neighbours differ by, over the square root of 2."""
-        return self._defaults.noise * self._changes[name].deviation() / math.sqrt(2)
+        return self._defaults.noise * deviation_of(changes) / math.sqrt(2)
 
     def _breach(self, item: FoldedScalars, name: str, series: _Series, severity: Severity) -> Breach:
         return Breach(

@@ -23,7 +23,7 @@ from gradiometer_server.alerting.rules.baseline import (
 )
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,7 @@ class LossRiseDefaults:
         most: standard deviations that one value can add, so that a single spike is none.
         least_share: the median of the values in the sum must be above the level by this share of it.
         give_up_values: a sum that has not reached the limit after so many values is dropped.
+        max_values: a run with more has values enough for the means of rule `loss_divergence`.
         quiet_steps: steps without a breach after which the episode resolves.
     """
 
@@ -49,12 +50,16 @@ class LossRiseDefaults:
     most: float = 4.0
     least_share: float = 0.05
     give_up_values: int = 32
+    max_values: int = 2000
     quiet_steps: int = 50
 
 
 class _Series(msgspec.Struct, kw_only=True):
     pace: Pace = msgspec.field(default_factory=Pace)
+    total: int = 0
+    """Values since the start."""
     count: int = 0
+    """Values since its history began."""
     values: list[float] = []
     changes: list[float] = []
     last: float = 0.0
@@ -91,6 +96,17 @@ class LossRise(ScalarRule[_State]):
         breaches = [self._take(item, name) for name in judged_losses(item.values, state.series)]
         return [breach for breach in breaches if breach is not None]
 
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """See `base.Rule`."""
+        series = self._state.series
+        names = judged_losses(dict.fromkeys(block.names, 0.0), series)
+        if not names:
+            return LEARNING_RATE in block.names and any(self._goes_on(name) for name in series)
+        return any(name not in series or self._goes_on(name) for name in names)
+
+    def _goes_on(self, name: str) -> bool:
+        return self._state.series[name].total < self._defaults.max_values
+
     def dump(self) -> bytes:
         """State as msgpack."""
         for name, (level, noise) in self._windows.items():
@@ -114,14 +130,15 @@ class LossRise(ScalarRule[_State]):
 
     def _forget(self, name: str) -> None:
         before = self._state.series[name]
-        self._state.series[name] = _Series(pace=before.pace, negative=before.negative)
+        self._state.series[name] = _Series(pace=before.pace, negative=before.negative, total=before.total)
         self._windows.pop(name, None)
 
     def _take(self, item: FoldedScalars, name: str) -> Breach | None:
         series = self._state.series.setdefault(name, _Series())
         value = item.values[name]
-        if item.step <= series.pace.last_step:
+        if item.step <= series.pace.last_step or series.total >= self._defaults.max_values:
             return None
+        series.total += 1
         if series.pace.take(item.step):
             self._forget(name)
             series = self._state.series[name]

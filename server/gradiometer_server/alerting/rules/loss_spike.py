@@ -13,22 +13,23 @@ import math
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
-from gradiometer_server.alerting.history import LayerHistory
 from gradiometer_server.alerting.rules.base import number_text
 from gradiometer_server.alerting.rules.baseline import (
     LEARNING_RATE,
     Pace,
     Schedule,
     Window,
-    has_judged_loss,
+    column,
     judged_losses,
     key_of,
 )
+from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars, FoldedStep
-
-_VERSION = 1
+from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class LossSpikeDefaults:
         z: robust standard deviations above the level.
         least_share, least: smallest excess that matters: a share of the level, and an absolute one.
         outlier_factor: how far beyond the run's own largest excess a value must be.
-        memory_values: after so many values half of that largest excess is forgotten.
+        memory_values: after so many values half of that largest excess is forgotten, `forget_every` values at a time.
         sure_share, sure_factor: an excess of this share of the level, and so far beyond the largest, is a warning at once.
         lasting_steps: reported steps that stay out; more is an error.
         hold_steps: after so many a higher loss is the new level, and rule `loss_divergence` judges it.
@@ -59,6 +60,7 @@ class LossSpikeDefaults:
     least: float = 0.05
     outlier_factor: float = 1.5
     memory_values: int = 1000
+    forget_every: int = 100
     sure_share: float = 1 / 3
     sure_factor: float = 3.0
     lasting_steps: int = 20
@@ -92,27 +94,27 @@ class _Series(msgspec.Struct, kw_only=True):
     is_sure: bool = False
 
 
-class _State(msgspec.Struct, kw_only=True):
-    version: int = _VERSION
+class _State(ScalarState, kw_only=True):
     schedule: Schedule = msgspec.field(default_factory=Schedule)
-    series: dict[str, _Series] = {}
+    series: dict[str, _Series] = msgspec.field(default_factory=dict)
 
 
-class LossSpike:
+class LossSpike(ScalarRule[_State]):
     """See the module's first lines."""
 
     name = "loss_spike"
+    reads = frozenset({LEARNING_RATE})
+    reads_losses = True
 
     def __init__(self, defaults: LossSpikeDefaults | None = None) -> None:
         self._defaults = defaults or LossSpikeDefaults()
-        self.quiet_steps = self._defaults.quiet_steps
-        self._state = _State()
+        super().__init__(_State, quiet_steps=self._defaults.quiet_steps)
         self._windows: dict[str, tuple[Window, Window]] = {}
+        self._kept = 0.5 ** (self._defaults.forget_every / self._defaults.memory_values)
+        """Part of the largest excess that is kept each time."""
 
-    def observe(self, item: FoldedStep, history: LayerHistory) -> list[Breach]:
+    def judge(self, item: FoldedScalars) -> list[Breach]:
         """A breach for each value that is out."""
-        if not isinstance(item, FoldedScalars):
-            return []
         state = self._state
         if state.schedule.take(item.step, item.values):
             for name in state.series:
@@ -120,22 +122,76 @@ class LossSpike:
         breaches = [self._take(item, name) for name in judged_losses(item.values, state.series)]
         return [breach for breach in breaches if breach is not None]
 
-    def needs_all(self, block: FoldedBlock) -> bool:
-        """See `base.Rule`."""
-        return LEARNING_RATE in block.names or has_judged_loss(block)
+    def take_block(self, block: FoldedBlock) -> bool:
+        """See `base.TakesBlocks`."""
+        state = self._state
+        names = judged_losses(dict.fromkeys(block.names, 0.0), state.series)
+        if not state.series.keys() >= set(names) or not state.schedule.is_usual(block):
+            return False
+        after = {name: self._after(name, block.steps_S, column(block, name)) for name in names}
+        if None in after.values():
+            return False
+        for name, series in after.items():
+            if series is not None:
+                state.series[name] = series
+                self._windows.pop(name, None)
+        state.schedule.take_block(block)
+        return True
+
+    def _after(self, name: str, steps_S: NDArray[np.int64], values_S: NDArray[np.float64]) -> _Series | None:
+        """The series after usual values; None if one of them may be out, or too little is known."""
+        series, defaults = self._state.series[name], self._defaults
+        level_window, noise = self._window(name)
+        known = len(level_window) >= defaults.level_values and len(noise) >= defaults.min_history
+        steady = series.bound is None and series.pace.is_steady(steps_S)
+        if not (known and steady and np.isfinite(values_S).all()):
+            return None
+        size = defaults.level_values
+        all_values = np.concatenate((level_window.values, values_S))
+        upper = size // 2
+        ordered = np.partition(sliding_window_view(all_values, size)[:-1], (upper - 1, upper), axis=1)
+        level_S = 0.5 * (ordered[:, upper - 1] + ordered[:, upper])
+        excess_S = values_S - level_S
+        largest_S, largest = self._largest(series, excess_S)
+        least_S = np.maximum(defaults.least_share * np.abs(level_S), defaults.least)
+        if (values_S >= level_S + np.maximum(least_S, defaults.outlier_factor * largest_S)).any():
+            return None
+        return msgspec.structs.replace(
+            series,
+            pace=msgspec.structs.replace(series.pace, last_step=int(steps_S[-1])),
+            values=all_values[-size:].tolist(),
+            excesses=[*noise.values, *excess_S[-defaults.window :].tolist()][-defaults.window :],
+            largest=largest,
+            count=series.count + len(values_S),
+            lowest=min(series.lowest, float(values_S.min())),
+            highest=max(series.highest, float(values_S.max())),
+        )
+
+    def _largest(self, series: _Series, excess_S: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+        """The largest excess before each value (S,), and after the last."""
+        before_S, largest, row = np.empty(len(excess_S)), series.largest, 0
+        while row < len(excess_S):
+            # Up to the next value at which a part is forgotten, it can only grow.
+            stop = min(row + (-(series.count + row + 1)) % self._defaults.forget_every, len(excess_S))
+            grown = np.maximum.accumulate(np.concatenate(([largest], excess_S[row:stop])))
+            before_S[row:stop], largest = grown[:-1], float(grown[-1])
+            if stop < len(excess_S):
+                before_S[stop] = largest
+                largest = max(largest * self._kept, float(excess_S[stop]))
+            row = stop + 1
+        return before_S, largest
 
     def dump(self) -> bytes:
         """State as msgpack."""
         for name, (level, noise) in self._windows.items():
             self._state.series[name].values = level.values
             self._state.series[name].excesses = noise.values
-        return msgspec.msgpack.encode(self._state)
+        return super().dump()
 
     def load(self, data: bytes) -> None:
         """Take over a dumped state."""
-        state = msgspec.msgpack.decode(data, type=_State)
-        if state.version == _VERSION:
-            self._state, self._windows = state, {}
+        super().load(data)
+        self._windows = {}
 
     def _window(self, name: str) -> tuple[Window, Window]:
         if name not in self._windows:
@@ -222,7 +278,8 @@ class LossSpike:
             # What is out enters as the bound, so that noise that grows is learned and one spike is not.
             excess = (value if bound is None else min(value, bound)) - level
             noise.push(excess)
-            series.largest = max(series.largest * 0.5 ** (1 / defaults.memory_values), excess)
+            forgets = (series.count + 1) % defaults.forget_every == 0
+            series.largest = max(series.largest * (self._kept if forgets else 1.0), excess)
         level_window.push(value)
         series.count += 1
         series.lowest, series.highest = min(series.lowest, value), max(series.highest, value)

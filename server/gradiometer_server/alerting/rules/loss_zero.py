@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from statistics import median
 
 import msgspec
+import numpy as np
 
 from gradiometer_server.alerting.rules.base import number_text
-from gradiometer_server.alerting.rules.baseline import judged_losses, key_of
+from gradiometer_server.alerting.rules.baseline import column, judged_losses, key_of
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
 from gradiometer_server.domain.names import GRAD_NORM
 
 
@@ -78,6 +79,23 @@ class LossZero(ScalarRule[_State]):
             state.bad_norm_step = item.step if is_bad else state.bad_norm_step
         breaches = [self._take(item, name) for name in judged_losses(item.values, state.series)]
         return [breach for breach in breaches if breach is not None]
+
+    def take_block(self, block: FoldedBlock) -> bool:
+        """See `base.TakesBlocks`."""
+        series = self._state.series
+        names = judged_losses(dict.fromkeys(block.names, 0.0), series)
+        if GRAD_NORM in block.names or not series.keys() >= set(names):
+            return False
+        first, size = int(block.steps_S[0]), self._defaults.level_values
+        for name in names:
+            values_S = column(block, name)
+            if first <= series[name].last_step or not (np.isfinite(values_S) & (values_S != 0.0)).all():
+                return False
+        for name in names:
+            one = series[name]
+            one.last_step, one.num_zero = int(block.steps_S[-1]), 0
+            one.values = [*one.values, *column(block, name)[-size:].tolist()][-size:]
+        return True
 
     def _take(self, item: FoldedScalars, name: str) -> Breach | None:
         series, value = self._state.series.setdefault(name, _Series()), item.values[name]

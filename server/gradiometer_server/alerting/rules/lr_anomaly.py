@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from gradiometer_server.alerting.rules.base import number_text
-from gradiometer_server.alerting.rules.baseline import LEARNING_RATE
+from gradiometer_server.alerting.rules.baseline import LEARNING_RATE, column
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,20 @@ class LrAnomaly(ScalarRule[_State]):
         state.rose = state.lr is not None and lr > state.lr
         state.lr, state.highest = lr, max(state.highest, lr)
         return [] if breach is None else [breach]
+
+    def take_block(self, block: FoldedBlock) -> bool:
+        """See `base.TakesBlocks`."""
+        state, lr_S = self._state, column(block, LEARNING_RATE)
+        if state.lr is None or state.lr <= 0 or int(block.steps_S[0]) <= state.last_step:
+            return False
+        before_S = np.concatenate(([state.lr], lr_S[:-1]))
+        # A NaN is not above 0 either.
+        if not (np.isfinite(lr_S) & (lr_S > 0) & (lr_S < self._defaults.jump * before_S)).all():
+            return False
+        state.last_step, state.count, state.num_zero = int(block.steps_S[-1]), state.count + len(lr_S), 0
+        state.rose = bool(lr_S[-1] > before_S[-1])
+        state.lr, state.highest = float(lr_S[-1]), max(state.highest, float(lr_S.max()))
+        return True
 
     def _zero(self, item: FoldedScalars) -> Breach | None:
         state, defaults = self._state, self._defaults

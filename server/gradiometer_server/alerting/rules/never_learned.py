@@ -16,7 +16,7 @@ from gradiometer_server.alerting.rules.base import number_text
 from gradiometer_server.alerting.rules.baseline import LEARNING_RATE, Pace, Schedule, Window
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
 
 _LOSSES = ("train/loss", "loss")
 _MAX_CLASSES = 10_000_000
@@ -72,6 +72,10 @@ class NeverLearned(ScalarRule[_State]):
         self._defaults = defaults or NeverLearnedDefaults()
         super().__init__(_State, quiet_steps=self._defaults.quiet_steps)
         self._level = Window(self._defaults.level_values)
+
+    def needs_all(self, block: FoldedBlock) -> bool:
+        """See `base.Rule`."""
+        return not self._state.settled and super().needs_all(block)
 
     def dump(self) -> bytes:
         """State as msgpack."""

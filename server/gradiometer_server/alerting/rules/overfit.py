@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 import msgspec
+import numpy as np
 
 from gradiometer_server.alerting.rules.base import number_text
-from gradiometer_server.alerting.rules.baseline import Window
+from gradiometer_server.alerting.rules.baseline import Window, column
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedScalars
+from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
 
 _TRAIN = ("train/loss", "loss")
 _EVAL = ("eval/loss", "val/loss", "eval_loss", "val_loss", "validation/loss", "valid/loss")
@@ -29,6 +31,8 @@ class OverfitDefaults:
         least_rise: the last must be above the best by this share.
         least_fall: the training loss must have fallen by this share since the best evaluation.
         level_values: values whose median is the training loss.
+        apart: an evaluation counts if this part of all steps so far lies between it and the one before, because where
+            there are many, one that is above the one before says nothing.
         quiet_steps: steps without a breach after which the episode resolves.
     """
 
@@ -36,6 +40,7 @@ class OverfitDefaults:
     least_rise: float = 0.01
     least_fall: float = 0.01
     level_values: int = 32
+    apart: float = 1 / 200
     quiet_steps: int = 1000
 
 
@@ -44,6 +49,7 @@ class _State(ScalarState, kw_only=True):
     eval_step: int = -1
     values: list[float] = msgspec.field(default_factory=list)
     last: float = math.inf
+    train: float = 0.0
     rises: int = 0
     best: float = math.inf
     best_step: int = 0
@@ -81,34 +87,70 @@ class Overfit(ScalarRule[_State]):
         metric = next((name for name in _EVAL if name in item.values), None)
         if metric is None or item.step <= state.eval_step or not math.isfinite(item.values[metric]):
             return []
-        state.eval_step = item.step
-        return self._take(item, metric, item.values[metric])
+        if not len(self._level) or not self._is_apart(state, item.step):
+            return []
+        if not self._evaluated(state, item.step, item.values[metric], self._level.median()):
+            return []
+        return [self._breach(item, metric)]
 
-    def _take(self, item: FoldedScalars, metric: str, value: float) -> list[Breach]:
-        state, defaults = self._state, self._defaults
+    def take_block(self, block: FoldedBlock) -> bool:
+        """See `base.TakesBlocks`."""
+        state, defaults = msgspec.structs.replace(self._state), self._defaults
+        first = int(block.steps_S[0])
+        train = next((name for name in _TRAIN if name in block.names), None)
+        metric = next((name for name in _EVAL if name in block.names), None)
+        if train is None or first <= state.train_step or first <= state.eval_step:
+            return False
+        train_S = column(block, train)
+        evals_S = train_S if metric is None else column(block, metric)
+        if not (np.isfinite(train_S) & np.isfinite(evals_S)).all():
+            return False
+        known = len(self._level)
+        values = [*self._level.values, *train_S.tolist()]
+        row = 0
+        while metric is not None and row < len(evals_S):
+            step, end = int(block.steps_S[row]), known + row + 1
+            if not self._is_apart(state, step):
+                row += 1
+                continue
+            level = median(values[max(0, end - defaults.level_values) : end])
+            if self._evaluated(state, step, float(evals_S[row]), level):
+                return False
+            row = max(row + 1, int(np.searchsorted(block.steps_S, step / (1 - defaults.apart))) - 1)
+        state.train_step = int(block.steps_S[-1])
+        self._state, self._level = state, Window(defaults.level_values, values)
+        return True
+
+    def _is_apart(self, state: _State, step: int) -> bool:
+        return step - state.eval_step >= self._defaults.apart * step
+
+    def _evaluated(self, state: _State, step: int, value: float, train: float) -> bool:
+        """Take in an evaluation; whether it is a breach."""
+        defaults = self._defaults
+        state.eval_step = step
         state.rises = state.rises + 1 if value > state.last else 0
-        state.last = value
-        train = self._level.median() if len(self._level) else None
+        state.last, state.train = value, train
         if value < state.best:
-            state.best, state.best_step, state.train_at_best = value, item.step, train
-        if state.rises < defaults.rises or train is None or state.train_at_best is None:
-            return []
-        if value - state.best < defaults.least_rise * abs(state.best):
-            return []
-        if state.train_at_best - train < defaults.least_fall * abs(state.train_at_best):
-            return []
-        return [
-            Breach(
-                rule=self.name,
-                severity=Severity.INFO,
-                step=item.step,
-                time_s=item.time_s,
-                metric=metric,
-                value=value,
-                baseline=state.best,
-                facts=(
-                    f"{metric} is {number_text(value)} and was {number_text(state.best)} at step {state.best_step}",
-                    f"the training loss went from {number_text(state.train_at_best)} to {number_text(train)} since",
-                ),
-            )
-        ]
+            state.best, state.best_step, state.train_at_best = value, step, train
+        if state.rises < defaults.rises or state.train_at_best is None:
+            return False
+        rise, fall = value - state.best, state.train_at_best - train
+        return rise >= defaults.least_rise * abs(state.best) and fall >= defaults.least_fall * abs(
+            state.train_at_best
+        )
+
+    def _breach(self, item: FoldedScalars, metric: str) -> Breach:
+        state = self._state
+        return Breach(
+            rule=self.name,
+            severity=Severity.INFO,
+            step=item.step,
+            time_s=item.time_s,
+            metric=metric,
+            value=state.last,
+            baseline=state.best,
+            facts=(
+                f"{metric} is {number_text(state.last)} and was {number_text(state.best)} at step {state.best_step}",
+                f"the training loss went from {number_text(state.train_at_best)} to {number_text(state.train)} since",
+            ),
+        )

@@ -1,4 +1,8 @@
-"""What the rules share that read only scalars and keep their state in one structure."""
+"""What the rules share that read only scalars and keep their state in one structure.
+
+# Hot path: a million steps may come within seconds, in blocks; what a rule does to a usual block must be a few
+# operations on whole arrays, or a loop without calls.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,10 @@ class ScalarRule(Generic[S]):
     def needs_all(self, block: FoldedBlock) -> bool:
         """See `base.Rule`."""
         return not self.reads.isdisjoint(block.names) or (self.reads_losses and has_judged_loss(block))
+
+    def take_block(self, block: FoldedBlock) -> bool:
+        """See `base.TakesBlocks`."""
+        return False
 
     def dump(self) -> bytes:
         """State as msgpack."""
