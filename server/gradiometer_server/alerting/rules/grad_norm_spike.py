@@ -37,6 +37,9 @@ class GradNormSpikeDefaults:
         cold_values, cold_ratio: in a log that begins far from step 0, so many norms are enough if one is above all of
             them by this ratio and by their whole range.
         z: robust standard deviations of log(norm); the deviation is at least `mad_floor` (5 % noise) times 1.48.
+        outlier_factor: how far beyond the run's own largest excess, in log(norm), a norm must be; not asked of a critical
+            one. Gradients of reinforcement learning have heavy tails, and each run its own.
+        memory_values: after so many norms half of that largest excess is forgotten, `forget_every` norms at a time.
         info_ratio, warning_ratio, error_ratio, critical_ratio: norm over its median.
         again_steps: a second spike within so many reported steps is a warning whatever its ratio.
         top_layers: layers named, by how much their share of norm**2 grew.
@@ -48,6 +51,9 @@ class GradNormSpikeDefaults:
     min_history_critical: int = 32
     z: float = 6.0
     mad_floor: float = 0.05
+    outlier_factor: float = 1.5
+    memory_values: int = 3000
+    forget_every: int = 100
     cold_values: int = 3
     cold_ratio: float = 10.0
     info_ratio: float = 3.0
@@ -65,6 +71,9 @@ class _State(msgspec.Struct, kw_only=True):
     """log(norm) of the last finite positive norms, oldest first."""
     pace: Pace = msgspec.field(default_factory=Pace)
     schedule: Schedule = msgspec.field(default_factory=Schedule)
+    count: int = 0
+    largest: float = 0.0
+    """Largest excess over the median, in log(norm), of which a part is forgotten now and then."""
     has_restarted: bool = False
     """Whether its history began anew within the run."""
     since_spike: int = 0
@@ -142,7 +151,9 @@ class GradNormSpike:
         # A non-finite norm belongs to rule non_finite, a zero to grad_zero; neither may enter the baseline.
         if not math.isfinite(norm) or norm <= 0:
             return []
-        severity = self._severity(norm)
+        bound = self._bound()
+        severity = self._severity(norm, bound)
+        self._remember(norm, bound)
         baseline = math.exp(self._window.median()) if severity is not None else 0.0
         self._window.push(math.log(norm))
         state.since_spike += state.since_spike > 0
@@ -155,18 +166,32 @@ class GradNormSpike:
         )
         return [self._breach(state.spike)]
 
-    def _severity(self, norm: float) -> Severity | None:
+    def _bound(self) -> float:
+        """The excess over the median, in log(norm), that is more than this run's usual outliers."""
+        return max(math.log(self._defaults.info_ratio), self._defaults.outlier_factor * self._state.largest)
+
+    def _severity(self, norm: float, bound: float) -> Severity | None:
         # Hot path: a usual norm costs one logarithm and one look into a sorted list.
         defaults, count = self._defaults, len(self._window)
         if count < defaults.min_history_critical:
             return self._cold_severity(norm)
         excess = math.log(norm) - self._window.median()
-        if excess < math.log(defaults.info_ratio):
+        if excess < min(bound, math.log(defaults.critical_ratio)):
             return None
         deviation = max(self._window.deviation(), MAD_TO_SD * defaults.mad_floor)
         if excess / deviation < defaults.z:
             return None
         return self._tier(excess, enough=count >= defaults.min_history)
+
+    def _remember(self, norm: float, bound: float) -> None:
+        """A spike enters as the bound, so that tails that are heavy are learned and one spike is not."""
+        state, defaults = self._state, self._defaults
+        state.count += 1
+        if len(self._window) < defaults.min_history_critical:
+            return
+        if state.count % defaults.forget_every == 0:
+            state.largest *= 0.5 ** (defaults.forget_every / defaults.memory_values)
+        state.largest = max(state.largest, min(math.log(norm) - self._window.median(), bound))
 
     def _cold_severity(self, norm: float) -> Severity | None:
         """Without enough history only what is beyond all of it, and only where no warm-up can be the reason."""
