@@ -103,9 +103,23 @@ def test_a_loss_around_zero_is_judged_by_its_own_noise() -> None:
 
 def test_without_history_only_the_unheard_of_is_told_and_only_in_a_run_that_is_on_its_way() -> None:
     values = [2.20, 2.22, 2.19, 2.35, 5.10, 3.49]
-    (episode,) = run(losses(values, first=31_214)).values()
+    norms = [0.24, 0.95, 0.4, 0.3, 960.0, 350.0]
+
+    def rows(first: int, norms: Iterable[float]) -> list[Folded]:
+        pairs = zip(values, norms, strict=True)
+        return [
+            scalars(first + index, {"train/loss": loss, "grad/norm": norm})
+            for index, (loss, norm) in enumerate(pairs)
+        ]
+
+    (episode,) = of(run(rows(31_214, norms)), "loss_spike")
     assert (episode.first.step, episode.severity) == (31_218, Severity.WARNING)
-    assert run(losses(values)) == {}  # At the very start that may be how it begins.
+    assert run(rows(0, norms)) == {}  # At the very start that may be how it begins.
+    assert run(rows(31_214, [0.3] * 6)) == {}  # The gradient does not back it: a few values say little.
+    assert run(losses(values, first=31_214)) == {}
+    longer = [2.3, 2.25, 2.31, 2.28, *values]
+    (episode,) = run(losses(longer, first=31_214)).values()
+    assert (episode.first.step, episode.severity) == (31_222, Severity.WARNING)
     assert run(losses([11.5, 11.3, 11.2, 11.0, 10.9], first=445, every=50)) == {}
 
 

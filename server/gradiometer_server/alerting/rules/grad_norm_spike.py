@@ -32,7 +32,7 @@ class GradNormSpikeDefaults:
 
     Attributes:
         window: finite norms that make the baseline; the value judged is never among them.
-        min_history: no alert before so many; `min_history_critical` is enough for a critical one, because no
+        min_history: no alert before so many; `min_history_critical` is enough in a log that begins far from step 0, and for a critical one, because no
             warm-up moves a norm by a factor of 100 within one window.
         cold_values, cold_ratio: in a log that begins far from step 0, so many norms are enough if one is above all of
             them by this ratio and by their whole range.
@@ -181,7 +181,8 @@ class GradNormSpike:
         deviation = max(self._window.deviation(), MAD_TO_SD * defaults.mad_floor)
         if excess / deviation < defaults.z:
             return None
-        return self._tier(excess, enough=count >= defaults.min_history)
+        midway = self._state.pace.began_midway and not self._state.has_restarted
+        return self._tier(excess, enough=midway or count >= defaults.min_history)
 
     def _remember(self, norm: float, bound: float) -> None:
         """A spike enters as the bound, so that tails that are heavy are learned and one spike is not."""

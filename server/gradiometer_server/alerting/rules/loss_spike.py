@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -30,6 +31,7 @@ from gradiometer_server.alerting.rules.baseline import (
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
 from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
+from gradiometer_server.domain.names import GRAD_NORM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +48,11 @@ class LossSpikeDefaults:
         sure_share, sure_factor: an excess of this share of the level, and so far beyond the largest, is a warning at once.
         lasting_steps: reported steps that stay out; more is an error.
         hold_steps: after so many a higher loss is the new level, and rule `loss_divergence` judges it.
-        cold_values, cold_values_midway, cold_share, cold_factor: without enough history: so many values are needed (fewer
-            where the log begins far from step 0); the excess over all of them must be this factor of their
-            range, and the excess over their median this share of it.
+        cold_values: without enough history so many values are needed. Where the log begins far from step 0, and so no
+            start of a training can be the reason, `cold_values_alone` are enough, and `cold_values_backed` if the gradient
+            norm of the same row is `norm_ratio` times its median: a few values say little of their own noise.
+        cold_share, cold_factor: then the excess over all values must be this factor of their range, and the excess over
+            their median this share of it.
         quiet_steps: steps without a spike after which the episode resolves.
     """
 
@@ -66,7 +70,9 @@ class LossSpikeDefaults:
     lasting_steps: int = 20
     hold_steps: int = 64
     cold_values: int = 16
-    cold_values_midway: int = 3
+    cold_values_alone: int = 8
+    cold_values_backed: int = 3
+    norm_ratio: float = 2.0
     cold_share: float = 0.25
     cold_factor: float = 1.5
     quiet_steps: int = 20
@@ -79,6 +85,8 @@ class _Series(msgspec.Struct, kw_only=True):
     largest: float = 0.0
     """Largest excess, of which half is forgotten after `memory_values`."""
     count: int = 0
+    norms: list[float] = []
+    """Gradient norms of the first rows."""
     lowest: float = math.inf
     highest: float = -math.inf
     has_restarted: bool = False
@@ -218,17 +226,18 @@ class LossSpike(ScalarRule[_State]):
             series = self._state.series[name]
         if not math.isfinite(value):
             return None  # Rule `non_finite` has it; a baseline must not.
-        bound = self._bound(series, name, value)
+        backed = self._is_backed(series, item.values.get(GRAD_NORM))
+        bound = self._bound(series, name, value, backed=backed)
         breach = self._judged(item, name, series, value, bound)
         self._push(series, name, value, bound)
         return breach
 
-    def _bound(self, series: _Series, name: str, value: float) -> float | None:
+    def _bound(self, series: _Series, name: str, value: float, *, backed: bool | None) -> float | None:
         """What `value` must reach to be out; None: too little is known."""
         level_window, noise = self._window(name)
         defaults = self._defaults
         if len(noise) < defaults.min_history:
-            return self._cold_bound(series, name)
+            return self._cold_bound(series, name, backed=backed)
         # Hot path: a usual value is within this bound, and the dearer one by the noise is not needed.
         level = level_window.median()
         least = max(defaults.least_share * abs(level), defaults.least)
@@ -237,15 +246,28 @@ class LossSpike(ScalarRule[_State]):
             return bound
         return max(bound, level + noise.median() + defaults.z * noise.deviation())
 
-    def _cold_bound(self, series: _Series, name: str) -> float | None:
+    def _cold_bound(self, series: _Series, name: str, *, backed: bool | None) -> float | None:
         defaults = self._defaults
-        midway = series.pace.began_midway and not series.has_restarted
-        if series.count < (defaults.cold_values_midway if midway else defaults.cold_values):
+        needed = defaults.cold_values
+        if series.pace.began_midway and not series.has_restarted:
+            if backed:
+                needed = defaults.cold_values_backed
+            elif backed is None and series.lowest >= 0:
+                needed = defaults.cold_values_alone
+        if series.count < needed:
             return None
         spread = defaults.cold_factor * (series.highest - series.lowest)
         level = self._window(name)[0].median()
         least = max(defaults.cold_share * abs(level), defaults.least)
         return max(series.highest + spread, level + least)
+
+    def _is_backed(self, series: _Series, norm: float | None) -> bool | None:
+        """Whether the gradient norm of an early row tells the same as its loss; None: norms are not logged with it."""
+        if series.count >= self._defaults.cold_values or norm is None or not math.isfinite(norm):
+            return None if not series.norms else False
+        known = series.norms
+        series.norms = [*known, norm]
+        return len(known) > 1 and norm >= self._defaults.norm_ratio * median(known)
 
     def _judged(
         self, item: FoldedScalars, name: str, series: _Series, value: float, bound: float | None
