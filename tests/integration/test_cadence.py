@@ -122,6 +122,40 @@ def test_a_step_that_is_not_finite_is_read_in_full_at_once(no_native):
     assert np.isnan(row[statistics.MIN])
 
 
+def test_a_sparse_gradient_that_is_not_finite_is_noticed_like_any_other():
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = Still(model.parameters())
+    with gm.init(mode="offline") as run:
+        run.watch(model, optimizer, checks=False, every=10)
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            (model(torch.tensor([1, 2])).sum() * (float("nan") if step == 4 else 1.0)).backward()
+            optimizer.step()
+        directory = run.directory
+    assert full_steps(recorded(directory)) == [1, 4]
+
+
+def test_R65_every_step_of_a_wide_model_is_read_and_the_agent_tells_its_own_time():
+    """What it costs is measured by `benchmarks/agent_overhead.py --models layers200`, and written down beside it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(200) for layer in (nn.Linear(256, 256), nn.ReLU())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(64, 256)
+    with gm.init(mode="offline") as run:
+        run.watch(model, optimizer)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        directory = run.directory
+    out = recorded(directory)
+    assert len(out.layers) == 400
+    assert all(set(steps) == set(range(1, 7)) for steps in out.layers.values())
+    fractions = out.points["agent/overhead_fraction"]
+    assert set(fractions) == set(range(2, 7))
+    assert all(0 < fraction < 1 for fraction in fractions.values())
+
+
 def test_a_run_that_stays_broken_goes_back_to_norms(no_native):
     last = 5 + tiers.MAX_BROKEN
     out, _ = train(last + 6, broken=range(6, 100), every=100)

@@ -52,7 +52,9 @@ def test_after_unwatch_another_watch_becomes_the_clock_only_if_it_comes_later(sp
         run.watch(nets[2], optimizers[2])
         loop(nets[2], optimizers[2], 1, run)
         assert run.step == 3
-    assert finished(run).declared.keys() == {"weight", "bias", "other.weight", "other.bias"}
+    out = finished(run)
+    assert out.declared.keys() == {"weight", "bias", "other.weight", "other.bias"}
+    assert "the step stands still" in out.unavailable()["grad/norm"]
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])

@@ -25,7 +25,7 @@ from gradiometer.capture.optimizers import Optimizers, unwrap
 from gradiometer.capture.progress import NextStep
 from gradiometer.capture.reading import StepReading
 from gradiometer.capture.stepping import StepCapture
-from gradiometer.capture.tiers import EVERYTHING, Cadence, Tier, budget_of
+from gradiometer.capture.tiers import EVERYTHING, Cadence, Tier
 from gradiometer.guard import Guard
 from gradiometer.histograms import HistogramDesk, Wishes
 from gradiometer.reports import Report
@@ -137,7 +137,6 @@ class Watch:
             cadence,
             self._wishes,
             self._layouts,
-            budget_of(tier, self._name, numbers.coming, self._put, self._unavailable),
         )
         is_only = len(optimizers.all) == 1
         clip_norm = ClippedNorm(self._unavailable)

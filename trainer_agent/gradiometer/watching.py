@@ -182,6 +182,8 @@ class Watches:
             if watch is self._leader:
                 self._leader = self._micro_batches = self._no_step = None
             watch.close()
+        if given and self._leader is None and self._watches:
+            self._mistaken("grad/norm", _NO_CLOCK)
 
     @property
     def step(self) -> int | None:
@@ -239,6 +241,12 @@ class Watches:
 
     def _forget_observers(self) -> None:
         self._loss_observers, self._micro_batches, self._no_step = [], None, None
+
+
+_NO_CLOCK: Final = (
+    "unwatch() ended the watch whose steps were those of the run: until the next watch() the step stands still, and the "
+    "other watches report nothing"
+)
 
 
 def _what_was_given(model: Any, optimizer: Any) -> str:

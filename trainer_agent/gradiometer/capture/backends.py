@@ -74,8 +74,9 @@ class Backends:
         """Rows of all statistics, or of those of a norm alone."""
         blocks: list[tuple[list[int], Readback]] = []
         for row, gradient in found.sparse:
-            values = eager.read_sparse(gradient)
-            blocks.append(([row], values if full else OnlyNorms(values)))
+            values = eager.read_sparse(gradient).values()
+            # Known here and now, so that one that is not finite is noticed as of any other.
+            blocks.append(([row], KnownReadback(values if full else values[:, NORMS])))
         for key, (rows, gradients) in found.dense.items():
             blocks.append((rows, self._read_dense(key, gradients, full=full)))
         return tuple(blocks)

@@ -77,9 +77,9 @@ class StepEnding:
         self, step: int, readings: Sequence[StepReading], observers: Sequence[StepObserver]
     ) -> StepReport:
         """The report of `step`, which ended with the last `see`."""
-        read = [(reading.partials, reading.scale) for reading in readings if reading.partials is not None]
-        is_rest = all(partials.is_rest for partials, _ in read)
-        partials, scale = (None, None) if is_rest else gradients.combine(read)
+        partials, scale = gradients.combine(
+            [(reading.partials, reading.scale) for reading in readings if reading.partials is not None]
+        )
         self._look_for_gradients(readings)
         forwards, self._forwards = self._forwards, []
         values = [*self._rates.of(readings), *self._observed(step, observers), *self._own()]

@@ -6,7 +6,6 @@ and half-precision gradients. What cannot be read is left out (count 0) and repo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -18,7 +17,6 @@ from gradiometer import wire
 from gradiometer.capture import layout, statistics
 from gradiometer.capture.backends import REAL_DTYPES, Backends, Blocks, Found, OnlyNorms, known_finite
 from gradiometer.capture.backlog import BEHIND, Backlog, Hold
-from gradiometer.capture.budget import Budget, sentinels
 from gradiometer.capture.histograms import Histogram, joined
 from gradiometer.capture.layout import Layout, Places
 from gradiometer.capture.readback import Readback
@@ -42,7 +40,6 @@ class Partials:
         holds: their memory, on the reader's account.
         unread: rows whose gradient exists but could not be read; see `wire.STATISTICS` for how that is told.
         histogram: of the same gradients, in a step in which somebody wanted it.
-        is_rest: nothing was read, because the budget says so; all rows are unread.
     """
 
     layout: Layout
@@ -51,7 +48,6 @@ class Partials:
     unread: tuple[int, ...] = ()
     holds: tuple[Hold, ...] = ()
     histogram: Histogram | None = None
-    is_rest: bool = False
 
     def table(self) -> Floats:
         """Float64, shape (layers, statistics), multiplied by the loss scale if the gradients were. Agent thread only."""
@@ -115,7 +111,6 @@ class GradientReader:
         unavailable: told a metric and the reason why it cannot be collected; may be told again.
         sharded: parameters that differ from rank to rank, see `layout.Places`.
         cadence: which steps are read in full.
-        budget: which steps are read at all; None: every step.
         wishes: in which steps histograms are taken; None: in none.
         layouts: gives those of all watches of the run, as far as they are built.
     """
@@ -130,10 +125,7 @@ class GradientReader:
         cadence: Cadence = EVERY_STEP,
         wishes: Wishes | None = None,
         layouts: Callable[[], Iterable[Layout]] = tuple,
-        budget: Budget | None = None,
     ) -> None:
-        self._budget = budget
-        self._sentinels: dict[int, tuple[Layout, list[int]]] = {}
         self._model = model
         self._optimizer = optimizer
         self._prefix = prefix
@@ -182,6 +174,9 @@ class GradientReader:
             known = self._parts[id(of)] = _Part(self.layout, of)
         return known
 
+    # Hot path: training thread, once per optimizer step. Must not change a tensor, read a value of a device
+    # tensor, dispatch on a DTensor (it may run a collective) or keep a reference to a gradient.
+    @torch.no_grad()
     def read(self, of: Any = None) -> Partials:
         """Statistics of the gradients as they are now: of all, or of one of several optimizers."""
         current = self.layout if of is None else self._part(of).layout
@@ -189,29 +184,6 @@ class GradientReader:
             self._layout = None
             current = self.layout
         rows = range(len(current.parameters)) if of is None else self._part(of).rows
-        if self._budget is None:
-            return self._read_rows(current, rows)
-        if self._may_rest(self._budget, current, of, rows):
-            return Partials(layout=current, blocks=(), unread=tuple(rows), is_rest=True)
-        started_s = time.perf_counter()
-        partials = self._read_rows(current, rows)
-        self._budget.book(started_s)
-        return partials
-
-    # Hot path: training thread, once per optimizer step.
-    @torch.no_grad()
-    def _may_rest(self, budget: Budget, current: Layout, of: Any, rows: Sequence[int]) -> bool:
-        if budget.is_due() or (self._wishes is not None and self._wishes.granted() is not None):
-            return False
-        known = self._sentinels.get(id(of))
-        if known is None or known[0] is not current:
-            known = self._sentinels[id(of)] = current, sentinels(current.parameters, rows)
-        return known_finite(self._backends.read(self._found(current, known[1], []), full=False))
-
-    # Hot path: training thread, once per optimizer step. Must not change a tensor, read a value of a device
-    # tensor, dispatch on a DTensor (it may run a collective) or keep a reference to a gradient.
-    @torch.no_grad()
-    def _read_rows(self, current: Layout, rows: Sequence[int]) -> Partials:
         num_unread = len(self._unread)
         unread: list[int] = []
         found = self._found(current, rows, unread)

@@ -14,9 +14,8 @@ from typing import Final
 
 import torch
 
-from gradiometer.capture import budget, kernel, native
-from gradiometer.capture.budget import Budget
-from gradiometer.reports import EventReport, Report
+from gradiometer.capture import kernel, native
+from gradiometer.reports import EventReport
 
 CHOICES: Final = ("auto", "norm", "full")
 DEFAULT_EVERY: Final = 50
@@ -33,12 +32,10 @@ class Tier:
     Attributes:
         every: full statistics in the first of so many steps; 0: never.
         why: the reason, for people.
-        may_rest: nobody asked for it in every step; see `budget`.
     """
 
     every: int
     why: str
-    may_rest: bool = False
 
     @property
     def told(self) -> str:
@@ -76,7 +73,7 @@ def choose(statistics: str, every: int | None, device: torch.device, dtypes: set
         return Tier(every=every, why=f"watch(every={every})")
     if statistics == "full":
         return Tier(every=1, why='watch(statistics="full")')
-    return Tier(every=1 if one_pass else DEFAULT_EVERY, why=why, may_rest=device.type == "cpu")
+    return Tier(every=1 if one_pass else DEFAULT_EVERY, why=why)
 
 
 def of_watch(
@@ -101,35 +98,10 @@ def every_of(name: str, every: int | None, mistaken: Callable[[str, str], None])
     return None
 
 
-def report_of(tier: Tier, name: str, resting: str = "") -> EventReport:
-    """Says on the run which statistics are read of the watch called `name`, and how often it rests."""
+def report_of(tier: Tier, name: str) -> EventReport:
+    """Says on the run which statistics are read of the watch called `name`."""
     what = f"gradient statistics of {name}" if name else "gradient statistics"
-    return EventReport(
-        kind="environment", time=time.time(), attributes={"facts": {what: tier.told + resting}}
-    )
-
-
-def budget_of(
-    tier: Tier,
-    name: str,
-    coming: Callable[[], int],
-    emit: Callable[[Report], None],
-    unavailable: Callable[[str, str], None],
-) -> Budget | None:
-    """The budget of a watch's readings, which tells on the run when it changes; None: every step is read."""
-    if not tier.may_rest or not budget.is_alone():
-        return None
-
-    def changed(every: int, why: str) -> None:
-        if every == 1:
-            emit(report_of(tier, name))
-            return
-        emit(report_of(tier, name, f"; none in {every - 1} of {every} steps, because {why}"))
-        unavailable(
-            "grad/norm", f"read in one of {every} steps, because {why}; watch(every=1) reads every step"
-        )
-
-    return budget.Budget(coming, changed)
+    return EventReport(kind="environment", time=time.time(), attributes={"facts": {what: tier.told}})
 
 
 def cheapness(device: torch.device, dtypes: set[torch.dtype]) -> tuple[bool, str]:
