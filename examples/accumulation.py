@@ -26,16 +26,14 @@ def main() -> None:
     with gm.init(project="examples", name="accumulation", config={"micro_batches": MICRO_BATCHES}) as run:
         run.watch(model, optimizer, scaler=scaler)
         for _ in range(STEPS):
-            total = torch.zeros((), device=device)
             for _ in range(MICRO_BATCHES):
                 inputs = torch.randn(64, 32, device=device)
                 with torch.autocast(device, dtype=dtype):
                     loss = torch.nn.functional.mse_loss(model(inputs), inputs @ weights)
+                run.log_microbatch({"train/loss": loss})
                 scaler.scale(loss / MICRO_BATCHES).backward()
-                total += loss.detach() / MICRO_BATCHES
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            run.log({"train/loss": total})
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

@@ -16,8 +16,8 @@ def main() -> None:
         for _ in range(300):
             inputs = torch.rand(256, 1) * 6 - 3
             loss = torch.nn.functional.mse_loss(model(inputs), torch.sin(inputs))
-            loss.backward()
             run.log({"train/loss": loss})
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 

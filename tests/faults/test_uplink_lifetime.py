@@ -215,6 +215,21 @@ def test_sync_leaves_an_attempt_alone_that_has_an_uplink(
     assert f"uplink with pid {uplink_pid(tmp_path)}" in capsys.readouterr().out
 
 
+def test_sync_says_who_tries_in_vain_to_deliver(
+    start_trainer: StartTrainer, double: IngestDouble, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    double.stop()
+    trainer = start_trainer("wait")
+    wait_for_record(trainer, 21)
+    eventually(lambda: uplink.trouble(attempt_directory(tmp_path)), what="the uplink finds no server")
+    # Another server would take it, but the uplink of the trainer knows nothing of that.
+    assert cli.main(["sync", str(tmp_path / "spool"), "--url", "http://127.0.0.1:9"]) == 1
+    told = capsys.readouterr().out
+    assert "NOT delivered" in told
+    assert double.url in told
+    assert f"kill {uplink_pid(tmp_path)}" in told
+
+
 def test_a_trainer_that_died_unseen_is_recorded_by_inference(
     double: IngestDouble, tmp_path: Path, capsys: pytest.CaptureFixture[str], start_trainer: StartTrainer
 ) -> None:

@@ -26,7 +26,7 @@ commands:
   demo    train a small model and watch it live
   replay  run a step that the flight recorder saved again, and name the operation that went non-finite
   sync    deliver runs that are waiting in a spool on this machine
-  db      the server's database: figures, check, backup, migrations
+  db      the server's database: figures, check, backup, export, vacuum, migrations
   lint    what the alert rules say of training logs: CSV, JSON Lines, trainer_state.json
 
   gradiometer COMMAND --help    options of one command

@@ -9,7 +9,7 @@ from pathlib import Path
 from gradiometer import spool
 from gradiometer.spool import SpoolError
 from gradiometer.uplink.sidecar import Options, Uplink
-from gradiometer.uplink.state import Lock, read_state
+from gradiometer.uplink.state import Lock, UplinkState, read_state
 from gradiometer.uplink.transport import check_url
 
 
@@ -42,9 +42,7 @@ def _sync_attempt(directory: Path, url: str, token: str | None, patience_s: floa
         run = spool.read_run(directory)
         title = f"run {run.run_id}, attempt {directory.name}"
         if not lock.acquire():
-            state = read_state(directory)
-            _say(f"{title}: being delivered by the uplink with pid {state.pid if state else 'unknown'}")
-            return True
+            return _in_care_of_another(title, read_state(directory))
         options = Options(drain=True, give_up_s=patience_s)
         uplink = Uplink(directory, url=url, token=token, lock=lock, options=options)
         asyncio.run(uplink.run())
@@ -58,6 +56,21 @@ def _sync_attempt(directory: Path, url: str, token: str | None, patience_s: floa
         lock.release()
     _say(f"{title}: {_outcome(uplink, directory)}")
     return uplink.delivered
+
+
+def _in_care_of_another(title: str, state: UplinkState | None) -> bool:
+    """Say which uplink delivers this; whether nothing keeps it from doing so."""
+    if state is None:
+        _say(f"{title}: being delivered by an uplink that has just begun")
+        return True
+    if not state.last_error:
+        _say(f"{title}: being delivered to {state.url} by the uplink with pid {state.pid}")
+        return True
+    _say(
+        f"{title}: NOT delivered: the uplink with pid {state.pid} tries to send it to {state.url}: {state.last_error} "
+        f"To send it from here, end that process first: kill {state.pid}"
+    )
+    return False
 
 
 def _outcome(uplink: Uplink, directory: Path) -> str:

@@ -35,7 +35,7 @@ export function FlowCard({ model, view }: Props) {
       </div>
       {state.value === 'ok' && pane.isUnread.value && <p class="state">This statistic is not read in this run</p>}
       {state.value === 'ok' && !pane.isUnread.value && pane.noneFinite.value && <p class="state">No layer has a finite value at this step</p>}
-      {state.value !== 'ok' && <p class={`state ${state.value === 'loading' || state.value === 'empty' ? '' : 'bad'}`}>{state.value === 'loading' ? 'Loading…' : state.value === 'empty' ? 'No layer statistics yet' : state.value}</p>}
+      {state.value !== 'ok' && <p class={`state ${state.value === 'loading' || state.value === 'empty' ? '' : 'bad'}`}>{state.value === 'loading' ? 'Loading…' : state.value === 'empty' ? 'No layer statistics' : state.value}</p>}
     </figure>
   );
 }

@@ -38,7 +38,7 @@ export function HeatCard({ model, view }: Props) {
         </label>
       </figcaption>
       <div class="plot-box"><div class="plot" ref={plot} /></div>
-      {state.value !== 'ok' && <p class={`state ${state.value === 'loading' || state.value === 'empty' ? '' : 'bad'}`}>{state.value === 'loading' ? 'Loading…' : state.value === 'empty' ? 'No layer statistics yet' : state.value}</p>}
+      {state.value !== 'ok' && <p class={`state ${state.value === 'loading' || state.value === 'empty' ? '' : 'bad'}`}>{state.value === 'loading' ? 'Loading…' : state.value === 'empty' ? 'No layer statistics' : state.value}</p>}
     </figure>
   );
 }
