@@ -120,7 +120,7 @@ def _snapshot_of(items: list[Folded]) -> list[tuple[str, str, bytes]]:
     return engine.snapshot()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(curves(), st.data())
 def test_steps_that_come_as_one_block_give_the_same_episodes(
     items: list[Folded], data: st.DataObject

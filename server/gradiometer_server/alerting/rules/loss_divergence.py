@@ -123,11 +123,11 @@ class LossDivergence(ScalarRule[_State]):
         if not series.pace.is_steady(steps_S):
             return None
         pace = msgspec.structs.replace(series.pace, last_step=int(steps_S[-1]))
+        known = self._changes[name].values if name in self._changes else series.changes
         if series.negative:
-            return msgspec.structs.replace(series, pace=pace)
+            return msgspec.structs.replace(series, pace=pace, changes=list(known))
         if series.count < defaults.min_history or not np.isfinite(values_S).all() or (values_S < 0).any():
             return None
-        known = self._changes[name].values if name in self._changes else series.changes
         changes = [*known, *np.diff(np.concatenate(([series.last], values_S))).tolist()]
         after = msgspec.structs.replace(
             series, pace=pace, last=float(values_S[-1]), changes=changes[-defaults.noise_values :]

@@ -101,8 +101,17 @@ class LossRise(ScalarRule[_State]):
         series = self._state.series
         names = judged_losses(dict.fromkeys(block.names, 0.0), series)
         if not names:
-            return LEARNING_RATE in block.names and any(self._goes_on(name) for name in series)
+            done = bool(series) and not any(self._goes_on(name) for name in series)
+            return LEARNING_RATE in block.names and not done
         return any(name not in series or self._goes_on(name) for name in names)
+
+    def take_block(self, block: FoldedBlock) -> bool:
+        """See `base.TakesBlocks`; only of the learning rate."""
+        schedule = self._state.schedule
+        if judged_losses(dict.fromkeys(block.names, 0.0), self._state.series) or not schedule.is_usual(block):
+            return False
+        schedule.take_block(block)
+        return True
 
     def _goes_on(self, name: str) -> bool:
         return self._state.series[name].total < self._defaults.max_values
@@ -175,7 +184,8 @@ class LossRise(ScalarRule[_State]):
         reached = (
             series.sum >= defaults.limit
             and middle - level >= defaults.least_share * abs(level)
-            and min(series.raised) > max(level_window.values)
+            # The first may still be on its way up.
+            and min(series.raised[1:], default=level) > max(level_window.values)
         )
         if not reached and len(series.raised) < defaults.give_up_values:
             return None

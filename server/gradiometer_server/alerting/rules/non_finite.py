@@ -77,6 +77,8 @@ class _State(msgspec.Struct, kw_only=True):
     """First step of which the agent's own scalars came: a run with a scaler names it in each such step."""
     first_layers_step: int | None = None
     scale: float | None = None
+    first_scale_step: int | None = None
+    """Step of the first scale, where only scales are reported; -1 once there was a second."""
     evidence: dict[int, _Evidence] = {}
     skips: dict[int, bool] = {}
     bad_loss_steps: list[int] = []
@@ -174,6 +176,8 @@ class NonFinite:
     def _take_scaler(self, item: FoldedScalars) -> None:
         state = self._state
         skipped = skipped_step(item.values, state.scale)
+        if SKIPPED not in item.values and SCALE in item.values:
+            self._take_first_scale(item.step, fell=bool(skipped))
         state.scale = item.values.get(SCALE, state.scale)
         state.scaler_seen |= SKIPPED in item.values or SCALE in item.values
         if skipped is None:
@@ -183,6 +187,17 @@ class NonFinite:
             state.evidence[item.step].skipped = skipped
         while len(state.skips) > 2 * self._defaults.hold_steps:
             del state.skips[min(state.skips)]
+
+    def _take_first_scale(self, step: int, *, fell: bool) -> None:
+        """The first report of a scale tells of no skip. If the next is lower, the search had begun with that step."""
+        state = self._state
+        if state.first_scale_step is None:
+            state.first_scale_step = step
+        elif state.first_scale_step >= 0 and step > state.first_scale_step:
+            evidence = state.evidence.get(state.first_scale_step)
+            if evidence is not None and evidence.skipped is None and fell:
+                evidence.skipped = True
+            state.first_scale_step = -1
 
     def _take_losses(self, item: FoldedScalars, losses: list[str]) -> None:
         evidence = self._evidence(item.step, item.time_s)
