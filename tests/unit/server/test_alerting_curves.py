@@ -165,11 +165,10 @@ def _drift(index: int, values: Mapping[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_step_up_that_has_ended_is_told_once_and_is_no_divergence(seed: int) -> None:
+def test_a_step_up_that_has_ended_is_no_divergence(seed: int) -> None:
     found = run(curve(1500, seed=seed, change=add("train/loss", dict.fromkeys(range(600, 1500), 0.25))))
-    assert of(found, "loss_divergence") == []
-    assert {episode.first.rule for episode in found.values()} <= {"loss_rise", "loss_spike"}
-    assert 1 <= len(found) <= 2
+    assert {episode.first.rule for episode in found.values()} <= {"loss_spike"}
+    assert len(found) <= 1
 
 
 def test_a_creeping_rise_in_a_sparse_log_is_told() -> None:

@@ -2,7 +2,8 @@
 
 A cumulative sum of what each value is above the level before, in standard deviations of the noise between
 neighbours, less one: noise alone does not add up. The level stands still while the sum grows. Data replayed after a
-resume shows like this within a few reported steps. Always an info: a change of the data does the same.
+resume shows like this within a few values. Only for the first values of a run, so in effect for logs of few values:
+with more, the means of rule `loss_divergence` are surer. Always an info: a change of the data does the same.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class LossRiseDefaults:
         most: standard deviations that one value can add, so that a single spike is none.
         least_share: the median of the values in the sum must be above the level by this share of it.
         give_up_values: a sum that has not reached the limit after so many values is dropped.
-        max_values: a run with more has values enough for the means of rule `loss_divergence`.
+        max_values: values that are judged, from the start.
         quiet_steps: steps without a breach after which the episode resolves.
     """
 
@@ -50,7 +51,7 @@ class LossRiseDefaults:
     most: float = 4.0
     least_share: float = 0.05
     give_up_values: int = 32
-    max_values: int = 2000
+    max_values: int = 200
     quiet_steps: int = 50
 
 
