@@ -62,3 +62,35 @@ def test_a_limit_that_is_no_number_is_refused_by_init(
     with pytest.raises(ValueError, match=variable):
         gm.init(project="trouble")
     assert not spool.exists()
+
+
+TWICE = """
+import gradiometer as gm, sys
+run = gm.init(project="trouble", run_id="twice")
+for step in range(3):
+    run.log({"train/loss": float(sys.argv[1])})
+run.finish(deadline_s=10)
+"""
+
+
+def test_two_processes_that_call_themselves_the_same_rank_are_told_apart(
+    server: Callable[..., Server], spool: Path, tmp_path: Path
+) -> None:
+    one = server()
+
+    def train(value: str, folder: Path) -> str:
+        settings = {
+            **os.environ, "GRADIOMETER_URL": one.url, "GRADIOMETER_LINGER_S": "0.5", "GRADIOMETER_ATTEMPT": "1800000000000",
+            "GRADIOMETER_SPOOL": str(folder),
+        }  # fmt: skip
+        command = [sys.executable, "-c", TWICE, value]
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=60, check=True)
+        return done.stderr
+
+    first = train("1.0", spool)
+    assert "spool" not in first
+    told = train("2.0", tmp_path / "other-spool")
+    assert "written by two processes" in told
+    assert "RANK" in told
+    assert list((tmp_path / "other-spool").rglob("*.seg")), "what was not taken is kept"
+    assert one.get("/runs/twice")["rejected_records"] >= 1

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable
 
 import httpx
+import msgspec
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
@@ -55,6 +56,25 @@ def test_records_are_acknowledged_and_answered_by_rest_at_once_and_after_a_resta
         assert welcome.acked[0].seq == 3, "the agent goes on where it was"
         assert client.send(frame(3, 3.5)).rejected == (), "the schema survived"
         eventually(lambda: points(one, "r") == {1: 1.5, 2: 2.5, 3: 3.5}, what="all points")
+
+
+@pytest.mark.parametrize("what", [{"pid": 2}, {"host": "other"}, {"started_s": 1.8e9}])
+def test_a_second_writer_of_a_source_is_refused_and_shown(one: Server, what: dict[str, object]) -> None:
+    with WireClient(one.url, "r") as first, WireClient(one.url, "r") as second:
+        first.hello()
+        first.send(COLUMNS, frame(1, 1.5))
+        second.source = msgspec.structs.replace(second.source, **what)
+        problem = second.hello()
+        assert isinstance(problem, wire.Problem)
+        assert (problem.code, problem.fatal) == ("second_writer", True)
+        for part in ("run 'r'", "attempt 1800000000000", "rank 0", "process 1 on test"):
+            assert part in problem.message
+        assert "RANK" in problem.remedy
+        assert "GRADIOMETER_ATTEMPT" in problem.remedy
+        assert first.send(frame(2, 2.5)).seq == 3, "the first goes on"
+    eventually(lambda: one.get("/runs/r")["rejected_records"] == 1, what="the refusal on the run")
+    with WireClient(one.url, "r") as again:
+        assert isinstance(again.hello(), wire.Welcome), "the first writer, on a new connection"
 
 
 def test_what_agents_get_wrong_is_counted_by_code(one: Server) -> None:

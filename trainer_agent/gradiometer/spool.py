@@ -136,7 +136,7 @@ def run_folder(run_id: str) -> str:
 
 def _create(directory: Path, run: wire.RunInfo, source: wire.SourceInfo) -> None:
     described = SourceFile(
-        source=source,
+        source=_as_first_said(directory, source),
         pid=os.getpid(),
         process_start=process.start_mark(os.getpid()),
         hostname=socket.gethostname(),
@@ -157,6 +157,16 @@ def _create(directory: Path, run: wire.RunInfo, source: wire.SourceInfo) -> None
                 raise
         else:
             return
+
+
+def _as_first_said(directory: Path, source: wire.SourceInfo) -> wire.SourceInfo:
+    """`source`, or, where a spool is continued, the writer that the server knows its first records by."""
+    try:
+        known = read_source(directory).source
+    except (OSError, SpoolError):
+        return source
+    # By these the server tells a spool that goes on from a second one whose records have the same numbers.
+    return msgspec.structs.replace(source, host=known.host, pid=known.pid, started_s=known.started_s)
 
 
 def _encode(value: msgspec.Struct, what: str) -> bytes:

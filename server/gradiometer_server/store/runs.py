@@ -146,12 +146,17 @@ def ensure_source(conn: Connection, run_key: int, info: SourceInfo, now_s: float
 
     Raises:
         NotFound: `ensure_run` was not called.
-        ProtocolError: `bad_source`: a number that is negative or beyond 2**53.
+        ProtocolError: `bad_source`: a number that is negative or beyond 2**53; `second_writer`: another process has
+            said hello as this rank of this attempt before. Both number their records from 1, so one's would be taken
+            for repetitions of the other's.
     """
     row = lock_run(conn, run_key)
     find = {"of_run": run_key, "launch": info.attempt, "of_rank": info.rank}
     _check_numbers(info)
-    if conn.execute(_SOURCE, find).one_or_none() is None:
+    known = conn.execute(_SOURCE, find).one_or_none()
+    if known is not None:
+        _check_writer(known, info, row.public_id)
+    else:
         # Of launches, not of sources: a thousand ranks say hello at the same time.
         ordinals = {one.attempt: one.ordinal for one in conn.execute(_LAUNCHES, {"of_run": run_key})}
         ordinal = ordinals.get(info.attempt, max(ordinals.values(), default=0) + 1)
@@ -173,11 +178,37 @@ def _check_numbers(info: SourceInfo) -> None:
             )
 
 
+def _check_writer(known: Row[Any], info: SourceInfo, run_id: str) -> None:
+    """An uplink says what stands in the spool, so the writer is the same whoever delivers, and whenever."""
+    theirs, ours = (
+        (known.host, known.pid, known.started_s),
+        (clean_text(info.host), info.pid, _started_s(info)),
+    )
+    if theirs == ours:
+        return
+    raise ProtocolError(
+        f"run {run_id!r}, attempt {info.attempt}, rank {info.rank} is written by two processes: {_writer(*theirs)} said "
+        f"hello first, now {_writer(*ours)} does. Its records are not taken.",
+        code="second_writer",
+        remedy="Give each process a rank of its own (RANK and WORLD_SIZE), or start this one with another "
+        "GRADIOMETER_ATTEMPT (or none) or another run id. Its spool is kept.",
+        fatal=True,
+    )
+
+
+def _writer(host: str, pid: int, started_s: float) -> str:
+    return f"process {pid} on {host or 'a host without a name'} (run opened at {started_s:.3f})"
+
+
+def _started_s(info: SourceInfo) -> float:
+    return info.started_s if math.isfinite(info.started_s) else 0.0
+
+
 def _new_source(info: SourceInfo, run_key: int, source_id: int, ordinal: int) -> dict[str, object]:
     return {
         "run_id": run_key, "source_id": source_id, "rank": info.rank, "attempt": info.attempt, "ordinal": ordinal,
         "world_size": info.world_size, "local_rank": info.local_rank, "host": clean_text(info.host), "pid": info.pid,
-        "started_s": info.started_s if math.isfinite(info.started_s) else 0.0, "start_step": info.start_step,
+        "started_s": _started_s(info), "start_step": info.start_step,
         "environment": dump_json(dict(info.environment)), "acked_seq": 0, "folded_seq": 0, "dropped_reports": 0, "closed": False,
     }  # fmt: skip
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gradiometer import spool, wire
@@ -53,6 +54,18 @@ def test_any_run_id_becomes_one_folder_of_its_own(run_id: str, tmp_path: Path) -
     writer.close()
     assert writer.attempt_directory.parent.parent == tmp_path
     assert [path.name for path in tmp_path.iterdir()] == [spool.run_folder(run_id)]
+
+
+def test_a_spool_that_is_continued_keeps_the_writer_that_began_it(tmp_path: Path) -> None:
+    first, second = (
+        msgspec.structs.replace(source_info(), host="h", pid=pid, started_s=float(pid), world_size=pid)
+        for pid in (1, 2)
+    )
+    spool.open_source(tmp_path, run_info("r"), first).close()
+    directory = spool.open_source(tmp_path, run_info("r"), second).directory
+    said = spool.read_source(directory).source
+    assert (said.host, said.pid, said.started_s, said.world_size) == ("h", 1, 1.0, 2)
+    assert spool.read_source(directory).pid == os.getpid()
 
 
 def test_long_run_ids_that_begin_alike_do_not_share_a_folder() -> None:
