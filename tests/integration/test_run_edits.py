@@ -145,6 +145,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("a config that is no object", {"config": [1]}, "body.config"),
     ("a huge whole number", {"config": {"n": 2**64}}, "body.config"),
     ("half a character", {"config": {"n": "\ud800"}}, "body.config"),
+    ("half a character in notes", {"notes": "two\nlines \ud800"}, "body.notes"),
     ("a key that is not there", {"remove_config_keys": ["none"]}, "body.remove_config_keys"),
 ]
 

@@ -319,6 +319,12 @@ BAD = [
     ({"series": [{"run": "a", "metric": "b"}] * 500, "buckets": 5000}, "body.series"),
     ({"runs": ["a"]}, "body.runs"),
     ({}, "body.series"),
+    *(
+        ({"series": [{"run": "a", "metric": "b"}], "x": axis, field: sign * 10**400, **more}, f"body.{field}")
+        for axis, more in (("step", {}), ("time", {}), ("relative_time", {}), ("metric", {"x_metric": "c"}))
+        for field in ("from", "to")
+        for sign in (1, -1)
+    ),
 ]
 
 

@@ -53,6 +53,12 @@ def notes_problem(notes: str) -> str | None:
     """Of the notes, which may have several lines."""
     if len(notes) > MAX_NOTES_CHARS:
         return f"has {len(notes)} characters; at most {MAX_NOTES_CHARS} are allowed"
+    try:
+        notes.encode()
+    except UnicodeEncodeError as error:
+        return (
+            f"holds U+{ord(notes[error.start]):04X} at character {error.start + 1}, which is half a character"
+        )
     return None
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from gradiometer_server.api.schemas import MetricName, Number, Request, RunState
+from gradiometer_server.api.schemas import MAX_STEP, MetricName, Number, Request, RunState
 
 MAX_SERIES = 1000
 MAX_BUCKETS = 5000
@@ -18,6 +18,19 @@ MAX_SMOOTHING = 0.99999
 RunName = Annotated[str, Field(min_length=1, max_length=128)]
 Ranks = Literal["merged", "each", "band"]
 Axis = Literal["step", "time", "relative_time", "metric"]
+
+
+def _drawable(value: object) -> object:
+    """A whole number beyond 2**53 as the float next to it: JSON's have any length, an axis has floats."""
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) <= MAX_STEP:
+        return value
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError("is beyond the largest number that there is on an axis, 1.8e308") from error
+
+
+Bound = Annotated[int | float | None, BeforeValidator(_drawable)]
 
 
 class _Request(Request):
@@ -70,8 +83,8 @@ class SeriesQuery(_Request):
         description="step; Unix time in s; seconds since the first attempt (or the one asked for) began; another metric",
     )
     x_metric: MetricName | None = Field(default=None, description="with `x: metric`: its name")
-    from_: int | float | None = Field(default=None, alias="from", description="in units of x, inclusive")
-    to: int | float | None = Field(default=None, description="in units of x, inclusive")
+    from_: Bound = Field(default=None, alias="from", description="in units of x, inclusive")
+    to: Bound = Field(default=None, description="in units of x, inclusive")
     buckets: int = Field(
         default=1000,
         ge=1,
