@@ -81,7 +81,25 @@ def test_a_real_agent_defines_its_metrics(
     assert made.get(f"/runs/{run.id}")["summary"] == {"val/loss": 1.0, "val/acc": 0.0}
     (listed,) = made.get("/runs", metrics=["val/loss", "other", "train/loss"])["runs"]
     assert listed["summary"] == {"val/loss": 1.0}
-    assert made.get("/runs")["runs"][0]["summary"] == {}
+    # Unasked, a list has what was defined by name: a pattern may mean thousands.
+    assert made.get("/runs")["runs"][0]["summary"] == {"val/acc": 0.0}
+    assert made.get("/runs", metrics="train/loss")["runs"][0]["summary"] == {}
+
+
+def test_a_list_has_the_first_definitions_of_each_run(server: Callable[..., Server]) -> None:
+    made = server()
+    names = [f"m/{n:02}" for n in range(30)]
+    for run_id, offset in (("a", 0.0), ("b", 100.0)):
+        with WireClient(made.url, run_id) as agent:
+            agent.hello()
+            agent.send(*(define(name, "max") for name in (names if run_id == "a" else names[25:])))
+            agent.send(define("m/*", "min"), scalar_schema(*names))
+            agent.send(frame({1: [offset + n for n in range(30)]}))
+    expected = {
+        "a": {name: float(n) for n, name in enumerate(names[:20])},
+        "b": {name: 100.0 + n for n, name in enumerate(names[25:], 25)},
+    }
+    eventually(lambda: {run["id"]: run["summary"] for run in made.get("/runs")["runs"]} == expected, 20)
 
 
 def test_definitions_come_late_are_replaced_and_survive_a_restart(

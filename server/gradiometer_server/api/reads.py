@@ -17,7 +17,7 @@ from gradiometer_server.store.charts import ChartReader
 from gradiometer_server.store.database import Database
 from gradiometer_server.store.points import PointReader
 from gradiometer_server.store.query import SeriesReader, Tails
-from gradiometer_server.store.summary_values import summary_values
+from gradiometer_server.store.summary_values import MAX_LISTED, summary_values
 
 LIVE_METRICS: Final = (DEFAULT_METRIC, "time/step_s")
 """What pages show of a run beside its charts. All of its metrics, told every second, would be megabytes a minute."""
@@ -103,9 +103,13 @@ class Reads:
         search: str | None,
         limit: int,
         cursor: str | None,
-        metrics: Collection[str] = (),
+        metrics: Collection[str] | None = None,
     ) -> Json:
-        """A page of runs, newest first, each with the latest values of `metrics`."""
+        """A page of runs, newest first, each with the latest values and the summary of `metrics`.
+
+        None: the latest of the loss, and the summary of what each run defined by name (`MAX_LISTED` metrics).
+        """
+        shown = (DEFAULT_METRIC,) if metrics is None else metrics
         with self.database.read() as conn:
             page = runs.list_runs(
                 conn,
@@ -115,9 +119,12 @@ class Reads:
                 limit=limit,
                 cursor=cursor,
                 now_s=self._clock.now_s(),
-                metrics=metrics,
+                metrics=shown,
             )
-        return {"runs": self._views(page.runs, metrics), "next_cursor": page.next_cursor}
+        return {
+            "runs": self._views(page.runs, shown, defined=metrics is None),
+            "next_cursor": page.next_cursor,
+        }
 
     def latest(
         self, metrics: Collection[str], *, project: str | None, state: run_rows.State | None, search: str | None, limit: int,
@@ -181,8 +188,16 @@ class Reads:
             raise NotFound("run", run_id)
         return found[run_id]
 
-    def _views(self, rows: Sequence[run_rows.RunRow], metrics: Collection[str] | None = None) -> list[Json]:
-        summaries = summary_values(self.database, [row.run_key for row in rows], self._tails, metrics)
+    def _views(
+        self,
+        rows: Sequence[run_rows.RunRow],
+        metrics: Collection[str] | None = None,
+        *,
+        defined: bool = False,
+    ) -> list[Json]:
+        keys = [row.run_key for row in rows]
+        names, most = (None, MAX_LISTED) if defined else (metrics, None)
+        summaries = summary_values(self.database, keys, self._tails, names, most=most)
         return [self._view(row, metrics, summaries.get(row.run_key)) for row in rows]
 
     def _view(

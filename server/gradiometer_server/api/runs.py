@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from gradiometer_server.api.answers import RunId, answer
 from gradiometer_server.api.reads import Reads
-from gradiometer_server.api.schemas import DEFAULT_METRIC, MAX_PAGE, MetricNames, RunDetail, RunList, RunState
+from gradiometer_server.api.schemas import MAX_NAMES, MAX_PAGE, MetricName, RunDetail, RunList, RunState
 
 
 def runs_router(reads: Reads) -> APIRouter:
@@ -25,9 +25,18 @@ def runs_router(reads: Reads) -> APIRouter:
         ] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 50,
         cursor: Annotated[str | None, Query(description="`next_cursor` of the page before")] = None,
-        metrics: MetricNames = (DEFAULT_METRIC,),
+        metrics: Annotated[
+            tuple[MetricName, ...] | None,
+            Query(
+                max_length=MAX_NAMES,
+                description="metrics whose latest values and summaries are wanted; repeat it for several",
+            ),
+        ] = None,
     ) -> Response:
-        """Runs, newest first. `latest` holds the metrics that `metrics` names: a run may have thousands."""
+        """Runs, newest first. `latest` and `summary` hold the metrics that `metrics` names: a run may have thousands.
+
+        Without `metrics`, `latest` is of `train/loss`, and `summary` of what each run defined by name, 20 at most.
+        """
         return answer(
             reads.runs(
                 project=project, state=state, search=search, limit=limit, cursor=cursor, metrics=metrics
