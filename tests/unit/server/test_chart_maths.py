@@ -35,7 +35,24 @@ def slow_ema(values: list[float], weight: float) -> list[float]:
 def test_smoothing_is_the_recursion(values: list[float], weight: float) -> None:
     found = debiased_ema(np.array(values, np.float64), weight)
     size = max((abs(value) for value in values if math.isfinite(value)), default=0.0)
-    np.testing.assert_allclose(found, slow_ema(values, weight), rtol=1e-9, atol=1e-9 * size)
+    np.testing.assert_allclose(found, slow_ema(values, weight), rtol=1e-9, atol=1e-9 * size + 1e-300)
+
+
+@pytest.mark.parametrize("weight", [1e-310, 1e-9, 0.1, 0.5, 0.9, 0.99, 0.999])
+@pytest.mark.parametrize("huge", [1e30, 1e300])
+def test_a_huge_value_is_forgotten_no_sooner_than_by_the_recursion(weight: float, huge: float) -> None:
+    values = [1.0 + step % 2 for step in range(9000)]
+    values[100] = huge
+    np.testing.assert_allclose(debiased_ema(np.array(values), weight), slow_ema(values, weight), rtol=1e-9)
+
+
+def test_a_huge_value_before_a_range_is_remembered_in_it() -> None:
+    values = np.where(np.arange(2000) % 2, 2.0, 1.0)
+    values[100] = 3e38
+    whole = debiased_ema(values, 0.9)
+    for begin in (500, 900, 1300, 1500):
+        part = debiased_ema(values[max(0, begin - lead_in(0.9)) :], 0.9)
+        np.testing.assert_allclose(part[-(2000 - begin) :], whole[begin:], rtol=1e-9)
 
 
 @given(st.lists(finite, min_size=1, max_size=50), st.floats(0, MAX_WEIGHT))
