@@ -17,6 +17,8 @@ from gradiometer_server.settings import DEFAULT_HOST, DEFAULT_PORT, settings_fro
 from gradiometer_server.store.database import default_database_url
 
 EXIT_USAGE = 2
+EXIT_BROKEN_PIPE = 141
+"""What a shell reports of a program that SIGPIPE ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
         code: int = options.run(options)
+        # Here, where a reader that has gone (`gradiometer db stats | head -1`) can still be told from an error.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except GradiometerError as error:
         print(f"gradiometer: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -73,6 +81,8 @@ def _add_db(db: argparse.ArgumentParser) -> None:
             command.add_argument("revision", nargs="?", default="head")
         elif name == "downgrade":
             command.add_argument("revision", help="a revision, or `base` for no tables")
+            yes = "with `base`: yes, remove every table with everything in it"
+            command.add_argument("--yes", action="store_true", help=yes)
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:

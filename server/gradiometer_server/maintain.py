@@ -75,9 +75,9 @@ def upgrade(options: argparse.Namespace) -> int:
 
 
 def downgrade(options: argparse.Namespace) -> int:
-    """Take the tables back to a revision."""
+    """Take the tables back to a revision; to none at all only with `--yes`."""
     with _open(options.database, alone=True, current=False) as database:
-        migrate.downgrade(database, options.revision)
+        migrate.downgrade(database, options.revision, may_empty=options.yes)
         _print_revision(database)
     return 0
 

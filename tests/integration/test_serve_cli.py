@@ -208,10 +208,40 @@ def test_revisions_that_are_not_there_and_newer_databases_are_named(database_url
     assert "newer" in told("upgrade", url=database_url)
 
 
+@pytest.mark.parametrize("revision", ["base", "-99", "-1000"])
+def test_tables_are_removed_only_for_those_who_say_so(database_url: str, revision: str) -> None:
+    assert db("upgrade", url=database_url).returncode == 0
+    said = told("downgrade", revision, url=database_url)
+    if revision == "base":
+        assert "removes every table" in said
+        assert "--yes" in said
+    assert "num_runs" in db("stats", url=database_url).stdout
+
+
+def test_a_reader_that_has_gone_gets_no_traceback(database_url: str) -> None:
+    assert db("upgrade", url=database_url).returncode == 0
+    command = [
+        sys.executable,
+        "-m",
+        "gradiometer_server",
+        "db",
+        "stats",
+        "--database",
+        database_url,
+        "--quiet",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 @pytest.mark.parametrize("command", ["stats", "check"])
 def test_a_database_without_tables_is_named_as_such(database_url: str, command: str) -> None:
     assert db("upgrade", url=database_url).returncode == 0
-    assert db("downgrade", "base", url=database_url).returncode == 0
+    assert db("downgrade", "base", "--yes", url=database_url).returncode == 0
     assert "holds no tables of Gradiometer" in told(command, url=database_url)
 
 
@@ -257,7 +287,7 @@ def test_a_database_is_looked_after_beside_a_running_server(server: Factory, tmp
     in_use = db("downgrade", "base", url=one.database_url)
     assert (in_use.returncode, f"pid {one.pid}" in in_use.stderr) == (2, True)
     one.stop()
-    down = db("downgrade", "base", url=one.database_url)
+    down = db("downgrade", "base", "--yes", url=one.database_url)
     assert "base" in down.stdout, down.stderr
     up = db("upgrade", url=one.database_url)
     assert up.returncode == 0, up.stderr

@@ -65,18 +65,31 @@ def upgrade(database: Database, revision: str = "head") -> None:
             logger.info("database migrated from %s to %s", found, revision)
 
 
-def downgrade(database: Database, revision: str) -> None:
+def downgrade(database: Database, revision: str, *, may_empty: bool = True) -> None:
     """Take the database back to `revision` ("base": no tables). Data that only newer tables hold is lost.
 
     Raises:
-        ConfigurationError: there is no such revision, or the database is from a newer version, which alone can do it.
+        ConfigurationError: there is no such revision, the database is from a newer version, which alone can do it, or no
+            table would be left and `may_empty` is not set. Nothing was changed.
         StoreUnavailable: nothing was changed.
     """
     with database.write() as conn:
         config = alembic_config(conn)
         _refuse_newer(database, config, current_revision(conn))
+        if revision == "base" and not may_empty:
+            raise _would_empty(database)
         with _told(revision):
             command.downgrade(config, revision)
+        # A number of steps back may lead there as well; what is raised here takes everything back.
+        if current_revision(conn) is None and not may_empty:
+            raise _would_empty(database)
+
+
+def _would_empty(database: Database) -> ConfigurationError:
+    return ConfigurationError(
+        f"this removes every table of {_place(database)}, with all runs in them. Nothing was changed.",
+        remedy="If you want that, say so with --yes, after `gradiometer db backup`.",
+    )
 
 
 def require_tables(database: Database, *, current: bool) -> None:
