@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Callable
 
 import httpx
@@ -75,6 +76,15 @@ def test_a_second_writer_of_a_source_is_refused_and_shown(one: Server, what: dic
     eventually(lambda: one.get("/runs/r")["rejected_records"] == 1, what="the refusal on the run")
     with WireClient(one.url, "r") as again:
         assert isinstance(again.hello(), wire.Welcome), "the first writer, on a new connection"
+
+
+def test_a_run_does_not_end_in_the_future(one: Server) -> None:
+    with WireClient(one.url, "r") as client:
+        client.hello()
+        client.send(exit_event(0, time_s=time.time() + 1e6))
+    run = eventually(lambda: (found := one.get("/runs/r"))["state"] == "finished" and found, what="the end")
+    assert run["finished_s"] <= time.time()
+    assert run["updated_s"] <= time.time()
 
 
 def test_what_agents_get_wrong_is_counted_by_code(one: Server) -> None:

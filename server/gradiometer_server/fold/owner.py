@@ -229,7 +229,9 @@ class RunOwner:
             return False
         if event.kind == "exit":
             exception = self._exceptions.pop(source_id, None)
-            runs.set_exit(conn, self._run_key, source_id, attributes, event.time_s, exception=exception)
+            # A trainer's clock may be ahead; retention counts from here by the server's.
+            ended_s = min(event.time_s, self._clock.now_s())
+            runs.set_exit(conn, self._run_key, source_id, attributes, ended_s, exception=exception)
         elif event.kind == "environment":
             runs.add_environment(conn, self._run_key, source_id, attributes["facts"])
         elif event.kind == "unavailable":
