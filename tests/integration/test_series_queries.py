@@ -161,6 +161,15 @@ def test_a_group_of_runs_is_one_line(one: Server) -> None:
     assert [(line["group"], len(line["members"])) for line in lines] == [("a", 2), ("b", 1)]
 
 
+def test_who_is_missing_from_a_group_is_named(one: Server) -> None:
+    (line,) = query(one, runs=["run 0", "nobody", "run 1", "ranks"], metrics=["val/loss"], group="g")
+    assert [member["run"] for member in line["members"]] == ["run 0", "run 1"]
+    assert line["missing"] == [{"run": "nobody", "rank": None}, {"run": "ranks", "rank": None}]
+    assert "error" not in line
+    (line,) = query(one, runs=["run 0", "run 1"], metrics=["val/loss"], group="g")
+    assert "missing" not in line
+
+
 def test_smoothing_skips_what_is_not_finite(one: Server) -> None:
     (line,) = query(one, series=[{"run": "run 1", "metric": "train/loss"}], smoothing=0.9)
     last, expected = 0.0, []

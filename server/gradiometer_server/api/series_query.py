@@ -167,6 +167,10 @@ def _head(ask: _Ask, drawn: Drawn | None, error: str | None, chart: Chart) -> Js
     if (is_group or ask.is_band) and drawn is not None and drawn.error is None:
         known = ask.known
         head["members"] = [{"run": known[one.place].run, "rank": one.rank} for one in drawn.owners]
+        drawn_refs = {id(known[one.place]) for one in drawn.owners}
+        missing = [{"run": ref.run, "rank": ref.rank} for ref in ask.refs if id(ref) not in drawn_refs]
+        if missing:
+            head["missing"] = missing
     head["bucket_width"] = 1 if drawn is None else drawn.width
     head["first_step"] = None if drawn is None else drawn.first_step
     head["last_step"] = None if drawn is None else drawn.last_step

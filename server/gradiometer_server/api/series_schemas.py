@@ -138,6 +138,10 @@ class SeriesAnswer(_Answer):
     rank: int | None
     group: str | None = Field(default=None, description="only of a group")
     members: list[Member] = Field(default=[], description="only of a band or group: who is in it")
+    missing: list[Member] = Field(
+        default=[],
+        description="only of a group: who was asked for and is not in it, because the run or metric is unknown",
+    )
     bucket_width: int | float = Field(
         description="steps per bucket, or of x; a power of two; 1 (for other x than steps: 0): raw points"
     )
