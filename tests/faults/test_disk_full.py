@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 import gradiometer as gm
@@ -118,11 +119,15 @@ def test_R62_a_server_whose_disk_is_full_keeps_the_data_with_its_agents(
     )
     print(trouble)
     assert "store_unavailable" in trouble or "503" in trouble
+    ready = httpx.get(f"{one.url}/readyz")
+    assert (ready.status_code, ready.json()["code"]) == (503, "store_unavailable"), "nothing can be written"
+    assert "cannot be written" in ready.json()["detail"]
     run.finish(deadline_s=1.0)
     assert "are still in the spool" in caplog.text
     assert one.get("/runs/stored")["latest"] == {"train/loss": 1.0}, "what it has can still be read"
     limit_files(one.pid, resource.RLIM_INFINITY)
     eventually(lambda: one.get("/runs/stored")["state"] == "finished", 60.0, what="the rest arrived")
+    assert httpx.get(f"{one.url}/readyz").status_code == 200
     asked = {"series": [{"run": "stored", "metric": "train/loss"}], "buckets": 5000}
     [answer] = one.post("/series/query", asked)["series"]
     assert answer["points"]["step"] == list(range(1, 3000))

@@ -27,7 +27,7 @@ def health_router(check_ready: Callable[[], str], tally: Callable[[], Mapping[st
 
     @router.get("/readyz", responses={503: {"model": Problem}})
     def readyz() -> Readiness:
-        """Whether the database answers and its tables are those of this version."""
+        """Whether the database answers, its tables are those of this version, and the last write was taken."""
         return Readiness(status="ready", revision=check_ready(), ingest=dict(tally()))
 
     return router

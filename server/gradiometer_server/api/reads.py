@@ -85,7 +85,7 @@ class Reads:
         return self._points
 
     def check_ready(self) -> str:
-        """The database's revision; raises `StoreUnavailable` when it does not answer or is not this version's."""
+        """The database's revision; raises `StoreUnavailable` when it does not answer, takes no writes or is not this version's."""
         with self.database.read() as conn:
             found = migrate.current_revision(conn)
         if found != self._revision:
@@ -93,6 +93,7 @@ class Reads:
                 f"the database is at revision {found}; this version needs {self._revision}.",
                 remedy="Restart the server: it migrates at its start.",
             )
+        self.database.check_writable()
         return str(found)
 
     def runs(

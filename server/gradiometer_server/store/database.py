@@ -10,12 +10,13 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
 
 from gradiometer_server.clock import Clock
 from gradiometer_server.errors import ConfigurationError, InvalidRequest, StoreUnavailable
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 _BUSY_TIMEOUT_S: Final = 10.0
 _POOL_SIZE: Final = 8
 _CONNECT_TIMEOUT_S: Final = 10
+_RETRY_S: Final = 5.0
+"""Pause between two writes that only find out whether the database takes any."""
 _KEEPALIVE: Final = {
     "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 30_000,
 }  # fmt: skip
@@ -75,6 +78,7 @@ class Database:
         self._writer = self._engine(reads=False)
         self._turns = WriteTurns()
         self._writing_thread = 0
+        self._refused: tuple[StoreUnavailable, float] | None = None
 
     def _engine(self, *, reads: bool) -> Engine:
         if self.is_sqlite:
@@ -126,13 +130,38 @@ class Database:
             raise RuntimeError(
                 "write() inside write() would wait for itself for ever; hand the connection on"
             )
-        with self.translated("written"), self._turns.turn(urgent=urgent):
+        with self._noted(), self.translated("written"), self._turns.turn(urgent=urgent):
             self._writing_thread = me
             try:
                 with self._writer.connect() as conn, conn.begin():
                     yield conn
+                self._refused = None
             finally:
                 self._writing_thread = 0
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreUnavailable as error:
+            # Also what another part of the server says inside of a transaction; only the database's own words count.
+            if error.__cause__ is not None:
+                self._refused = error, time.monotonic()
+            raise
+
+    def check_writable(self) -> None:
+        """Raise the `StoreUnavailable` that the last write ended with, until one succeeds.
+
+        Where nobody writes any more, because the server is not ready, this tries it, at most every `_RETRY_S` seconds.
+        """
+        refused = self._refused
+        if refused is None:
+            return
+        error, when_s = refused
+        if time.monotonic() - when_s < _RETRY_S:
+            raise StoreUnavailable(error.message, remedy=error.remedy)
+        with self.write() as conn:
+            conn.execute(text("UPDATE alembic_version SET version_num = version_num"))
 
     @contextmanager
     def translated(self, verb: str) -> Iterator[None]:
