@@ -51,6 +51,7 @@ def test_a_server_that_is_away_is_told_once(spool: Path) -> None:
     assert done.stdout.endswith("trained\n")
     assert done.stderr.count("not delivered yet") == 1, done.stderr
     assert "127.0.0.1:1" in done.stderr
+    assert "They are sent as soon as that is mended" in done.stderr
 
 
 @pytest.mark.parametrize("text", ["abc", "-3", "nan"])
@@ -92,5 +93,6 @@ def test_two_processes_that_call_themselves_the_same_rank_are_told_apart(
     told = train("2.0", tmp_path / "other-spool")
     assert "written by two processes" in told
     assert "RANK" in told
+    assert "sent as soon as" not in told, "they never are"
     assert list((tmp_path / "other-spool").rglob("*.seg")), "what was not taken is kept"
     assert one.get("/runs/twice")["rejected_records"] >= 1

@@ -14,6 +14,7 @@ from gradiometer import last_words, spool, uplink
 from gradiometer.guard import Guard
 from gradiometer.last_words import LastWords
 from gradiometer.settings import Settings
+from gradiometer.uplink.state import read_state
 
 _log: Final = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ _ENSURE_SILENT_S: Final = 1.0
 _SHORTEST_START_S: Final = 1.0
 _STARTS_AT_END: Final = 3
 _LOOK_EVERY_S: Final = 3.0
+_SENT_LATER: Final = " They are sent as soon as that is mended; `gradiometer sync` sends them too."
 
 
 class Delivery:
@@ -133,11 +135,14 @@ class Delivery:
 
     def _tell_remaining(self) -> None:
         trouble = self._guard.tolerate("uplink", uplink.trouble, self._writer.attempt_directory)
+        state = read_state(self._writer.attempt_directory)
+        # What the server will never take is not sent once something is mended; its own words say what to do.
+        is_final = state is not None and state.state == "stopped"
         remaining = max(0, self._writer.seq - spool.read_acked(self.directory))
         _log.warning(
-            "gradiometer: %d records are still in the spool at %s. %s They are sent as soon as that is mended; "
-            "`gradiometer sync` sends them too.",
+            "gradiometer: %d records are still in the spool at %s. %s%s",
             remaining,
             self.directory,
             trouble or f"{self._settings.url} has not taken them yet.",
+            "" if is_final else _SENT_LATER,
         )
