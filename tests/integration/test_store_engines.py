@@ -120,9 +120,9 @@ def test_a_run_id_of_another_project_is_refused(database: Database) -> None:
 def test_sources_are_found_again_and_attempts_numbered(database: Database) -> None:
     key = new_run(database, attempts=((2000, 0), (3000, 50)))
     with database.write() as conn:
-        first = runs.ensure_source(conn, key, wire.SourceInfo(rank=0, attempt=2000, host="later"), 2.0)
+        first = runs.ensure_source(conn, key, wire.SourceInfo(rank=0, attempt=2000, start_step=7), 2.0)
         other = runs.ensure_source(conn, key, wire.SourceInfo(rank=1, attempt=3000, world_size=2), 2.0)
-    assert (first.source_id, first.ordinal, first.host) == (1, 1, "")
+    assert (first.source_id, first.ordinal, first.start_step) == (1, 1, 0)
     assert (other.source_id, other.ordinal, other.acked_seq, other.folded_seq, other.closed) == (
         3,
         2,
@@ -130,6 +130,9 @@ def test_sources_are_found_again_and_attempts_numbered(database: Database) -> No
         0,
         False,
     )
+    with pytest.raises(ProtocolError, match="two processes") as caught, database.write() as conn:
+        runs.ensure_source(conn, key, wire.SourceInfo(rank=0, attempt=2000, host="other"), 2.0)
+    assert caught.value.code == "second_writer"
     with database.read() as conn:
         run = runs.get_run(conn, "r", 2.0)
         assert [row.source_id for row in runs.list_sources(conn, key)] == [1, 2, 3]
