@@ -141,6 +141,8 @@ def main() -> None:
             "step": run.step,
         }
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(said))
+    # None of the three does it, and without it torch now and then aborts a process that ends.
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

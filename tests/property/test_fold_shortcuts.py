@@ -98,7 +98,8 @@ def test_a_usual_block_is_not_taken_apart() -> None:
         names=("train/loss",),
         steps_S=np.arange(1, 1001),
         times_S=np.arange(1000.0),
-        values_SC=np.ones((1000, 1)),
+        # A loss that falls: one that never learns is an alert.
+        values_SC=np.linspace(2.0, 1.0, 1000)[:, None],
     )
     assert engine.observe(block) == []
     assert [item.step for item in seen if isinstance(item, FoldedScalars)] == [1, 999, 1000]
