@@ -13,6 +13,8 @@ from gradiometer_server.domain.series import Buckets, Series
 from gradiometer_server.errors import Conflict, NotFound
 from gradiometer_server.store import maintenance, space, thinning
 from gradiometer_server.store.database import Database, open_database
+from gradiometer_server.store.lines import LineRef
+from gradiometer_server.store.points import PointReader
 from gradiometer_server.store.query import SeriesReader
 from gradiometer_server.store.series import SeriesKey, ensure_layout
 from gradiometer_server.store.tables import chunk, run, series
@@ -175,3 +177,34 @@ def test_layers_of_a_thinned_run(database: Database) -> None:
     assert np.array_equal(before.num_nan_BW, after.num_nan_BW)
     with pytest.raises(NotFound):
         reader.layer_statistics_at(key)
+
+
+def test_where_a_later_attempt_took_over_nothing_of_the_one_before_comes_back(database: Database) -> None:
+    key = new_run(database, attempts=((1000, 0), (2000, 10)))
+    (first,), (second,) = (new_series(database, key, place, LOSS) for place in (1, 2))
+    steps = np.arange(1, 4001)
+    flush(database, key, (first, tail(steps, np.full(4000, 100.0))))
+    values = np.ones(3990)
+    values[777 - 11] = 7e7
+    flush(database, key, (second, tail(steps[10:], values)))
+    end(database, key)
+    thin(database, key)
+    flush(database, key, (second, tail(np.arange(4001, 9001), np.ones(5000))))
+
+    whole = query(database, key, 64, 4000, buckets=100_000)
+    assert int(whole.num_finite_BW.sum()) == 4000 - 64 + 1
+    assert (whole.min_BW.max(), whole.max_BW[whole.max_BW < 7e7].max()) == (1.0, 1.0)
+    # The window in which the second took over is drawn as a whole, with that of the second beside it.
+    begin = query(database, key, 1, 63)
+    assert int(begin.num_finite_BW.sum()) == 63 + 53
+    near = query(database, key, 770, 780, 10)
+    assert (len(near.first_step_B), near.width, near.max_BW.max()) == (1, 64, 7e7)
+    reader = SeriesReader(database, lambda _key: {})
+    found, _ = reader.raw(key, LOSS.key, None, 4001, None)
+    assert len(found) == 5000
+    with pytest.raises(Conflict, match="dropped to save space"):
+        reader.raw(key, LOSS.key, None, 4000, None)
+    page = PointReader(database, lambda _key: {}).page(
+        LineRef(run_key=key, key=LOSS.key), first=4001, last=9000, begin=0, limit=10
+    )
+    assert (page.total, page.more, len(page.steps_N)) == (5000, True, 10)

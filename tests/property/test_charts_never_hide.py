@@ -277,3 +277,21 @@ def test_thinned_chunks_keep_their_extremes_over_every_axis(database: Database) 
         assert drawn.buckets.max_BW.max() == 1e9
         assert drawn.buckets.num_nan_BW.sum() == 1
         assert drawn.buckets.num_finite_BW.sum() == 199
+
+
+def test_smoothing_of_what_is_left_survives_thinning_of_x(database: Database) -> None:
+    made = new_run(database, "loss", "tokens")
+    store(database, made["loss"], [(step, float(step % 7)) for step in range(200)], 100)
+    store(database, made["tokens"], [(step, step * 8.0) for step in range(200)], 100)
+    key = made["loss"].run_key
+    reader = ChartReader(database, lambda _: {})
+    wanted = [Wanted(refs=(LineRef(run_key=key, key="loss"),))]
+    chart = Chart(axis="metric", metric="tokens", buckets=1000, smoothing=0.9)
+    ((before,),) = reader.draw(wanted, chart)
+    with database.write() as conn:
+        conn.exec_driver_sql(
+            f"UPDATE chunk SET data = x'', steps = NULL WHERE run_id = {key} AND series_id = {made['tokens'].series_id}"
+        )
+    ((after,),) = reader.draw(wanted, chart)
+    assert before.smoothed_B is not None
+    assert np.array_equal(before.smoothed_B, after.smoothed_B)

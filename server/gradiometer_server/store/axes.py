@@ -1,4 +1,4 @@
-"""Which steps a range of x can touch, from what chunks say of their extremes: only those are decoded.
+"""Which steps a range of x can touch, from what chunks say of their extremes: only those are decoded, to what is known of x.
 
 A step without an x of its own has the x that was known before it (`summaries.axis.carried`), so a range reaches on to the
 next step at which x is known.
@@ -16,7 +16,8 @@ from sqlalchemy import Connection
 
 from gradiometer_server.store.fetching import Wish, overview
 from gradiometer_server.store.lines import Line
-from gradiometer_server.store.pieces import Piece
+from gradiometer_server.store.pieces import Fetched, Piece, Windows, points_of, windows_with_ends
+from gradiometer_server.summaries.known_x import NEVER, KnownX
 
 _MAX_STEP: Final = 2**53 - 1
 
@@ -97,4 +98,28 @@ def _range_of(spans: Sequence[_Span], low: float | None, high: float | None) -> 
         first=hits[0].first if before else 0,
         last=after[0].first - 1 if after else _MAX_STEP,
         known_from=before[-1].first if before else 0,
+    )
+
+
+def known_x(beside: Sequence[Fetched]) -> KnownX:
+    """What is known of x: its points, and the windows of those that were dropped. Raises `CorruptData`."""
+    parts = [KnownX.of_points(np.empty(0, np.int64), np.empty(0))] if not beside else []
+    for one in beside:
+        steps_M, values_M1 = points_of(one)
+        parts.append(KnownX.of_points(steps_M, values_M1[:, 0]))
+        parts += [_known_windows(some, one.piece.end) for some in windows_with_ends(one)]
+    return KnownX.join(parts)
+
+
+def _known_windows(windows: Windows, end: int | None) -> KnownX:
+    rows, last_M = windows.buckets, windows.last_B
+    is_whole_M = (rows.num_nan_BW + rows.num_pos_inf_BW + rows.num_neg_inf_BW)[:, 0] == 0
+    # The finite ones of a window that is cut may all lie behind the cut.
+    some_M = np.where(last_M == end, NEVER, last_M) if end is not None else last_M
+    return KnownX(
+        first_M=rows.first_step_B,
+        last_M=last_M,
+        sure_M=np.where(is_whole_M, rows.first_step_B, some_M),
+        low_M=rows.min_BW[:, 0],
+        high_M=rows.max_BW[:, 0],
     )

@@ -17,13 +17,14 @@ from sqlalchemy import Connection
 from gradiometer_server.domain.names import TIME
 from gradiometer_server.domain.series import Buckets
 from gradiometer_server.errors import GradiometerError, InvalidRequest, NotFound
-from gradiometer_server.store.axes import axis_ranges
+from gradiometer_server.store.axes import axis_ranges, known_x
 from gradiometer_server.store.fetching import Wish, fetch_all, widest
 from gradiometer_server.store.lines import Line, LineRef
-from gradiometer_server.store.pieces import Fetched, extent, points_of, windows_of
+from gradiometer_server.store.pieces import Fetched, Windows, extent, points_of, windows_with_ends
 from gradiometer_server.summaries import axis as axes
 from gradiometer_server.summaries import buckets as bucketing
 from gradiometer_server.summaries.combine import Combined, Member, combine
+from gradiometer_server.summaries.known_x import KnownX
 from gradiometer_server.summaries.selection import display_width
 from gradiometer_server.summaries.smoothing import debiased_ema, lead_in
 
@@ -208,7 +209,7 @@ class _Points:
     steps_N: NDArray[np.int64]
     values_N1: NDArray[np.float64]
     smoothed_N: NDArray[np.float64] | None
-    windows: Sequence[Buckets]
+    windows: Sequence[Windows]
 
 
 def _points(fetched: Sequence[Fetched], chart: Chart) -> _Points:
@@ -222,7 +223,7 @@ def _points(fetched: Sequence[Fetched], chart: Chart) -> _Points:
         steps_N, values_N1 = steps_N[order], np.concatenate([values for _, values in decoded])[order]
     else:
         steps_N, values_N1 = np.empty(0, np.int64), np.empty((0, 1))
-    windows = [part for one in fetched for part in windows_of(one)]
+    windows = [part for one in fetched for part in windows_with_ends(one)]
     if chart.smoothing is None or not decoded:
         return _Points(steps_N=steps_N, values_N1=values_N1, smoothed_N=None, windows=windows)
     smoothed_N = debiased_ema(values_N1[:, 0], chart.smoothing)
@@ -249,7 +250,7 @@ def _fits(points: _Points, chart: Chart) -> bool:
 
 def _member_on_steps(points: _Points, width: int, chart: Chart) -> Member:
     own = bucketing.bucketise(points.steps_N, points.values_N1, width)
-    parts = [part for part in (own, *points.windows) if len(part.first_step_B)]
+    parts = [part for part in (own, *(one.buckets for one in points.windows)) if len(part.first_step_B)]
     found = bucketing.merge(parts, width) if parts else own
     place_B = found.first_step_B // width
     smoothed_B = None
@@ -309,24 +310,18 @@ class _Placed:
 
 def _place(line: Line, lines: Sequence[Fetched], beside: Sequence[Fetched], chart: Chart) -> _Placed:
     points = _points(lines, chart)
-    rows = None
-    steps_N = points.steps_N
-    if points.windows:
-        own = bucketing.bucketise(points.steps_N, points.values_N1, 1)
-        rows = bucketing.merge([own, *points.windows], 1)
-        steps_N = rows.first_step_B
-    x_N = _x_of(steps_N, beside) - chart.origin(line)
+    known = known_x(beside)
+    if points.windows or any(one.summaries for one in beside):
+        return _place_windows(points, known, chart.origin(line), chart)
+    x_N = known.at(points.steps_N) - chart.origin(line)
     inside_N = ~np.isnan(x_N)
     if chart.first is not None:
         inside_N &= x_N >= chart.first
     if chart.last is not None:
         inside_N &= x_N <= chart.last
-    if rows is not None:
-        rows = bucketing.reordered(rows, np.flatnonzero(inside_N))
-        return _Placed(points=points, x_N=x_N[inside_N], rows=rows)
     smoothed_N = points.smoothed_N
     kept = _Points(
-        steps_N=steps_N[inside_N],
+        steps_N=points.steps_N[inside_N],
         values_N1=points.values_N1[inside_N],
         smoothed_N=None if smoothed_N is None else smoothed_N[inside_N],
         windows=(),
@@ -334,22 +329,27 @@ def _place(line: Line, lines: Sequence[Fetched], beside: Sequence[Fetched], char
     return _Placed(points=kept, x_N=x_N[inside_N], rows=None)
 
 
-def _x_of(steps_N: NDArray[np.int64], beside: Sequence[Fetched]) -> NDArray[np.float64]:
-    """X of each step; NaN if nothing is known of x at all."""
-    decoded = [points_of(one) for one in beside]
-    rows = [row for one in beside for part in windows_of(one) for row in (part,)]
-    known = np.concatenate(
-        [*(s for s, _ in decoded), *(row.first_step_B for row in rows), np.empty(0, np.int64)]
-    )
-    x = np.concatenate([*(v[:, 0] for _, v in decoded), *(row.min_BW[:, 0] for row in rows), np.empty(0)])
-    finite = np.isfinite(x)
-    known, x = known[finite], x[finite]
-    if not len(known):
-        return np.full(len(steps_N), np.nan)
-    if not (known[1:] >= known[:-1]).all():
-        order = np.argsort(known, kind="stable")
-        known, x = known[order], x[order]
-    return axes.carried(steps_N, known, x)
+def _place_windows(points: _Points, known: KnownX, origin: float, chart: Chart) -> _Placed:
+    """Points and windows whose steps may have an x in the range, each at the x in the range nearest to its first step's."""
+    own = bucketing.bucketise(points.steps_N, points.values_N1, 1)
+    rows = bucketing.merge([own, *(one.buckets for one in points.windows)], 1)
+    begin_B, last_B = rows.first_step_B, rows.first_step_B.copy()
+    for one in points.windows:
+        np.maximum.at(last_B, np.searchsorted(begin_B, one.buckets.first_step_B), one.last_B)
+    low_B, high_B = (ends - origin for ends in known.between(begin_B, last_B))
+    if chart.first is not None:
+        low_B = np.maximum(low_B, chart.first)
+    if chart.last is not None:
+        high_B = np.minimum(high_B, chart.last)
+    inside = np.flatnonzero(low_B <= high_B)
+    x_B = np.clip((known.at(begin_B) - origin)[inside], low_B[inside], high_B[inside])
+    rows, smoothed_B = bucketing.reordered(rows, inside), None
+    if points.smoothed_N is not None:
+        smoothed_B = np.full(len(begin_B), np.nan)
+        smoothed_B[np.searchsorted(begin_B, points.steps_N)] = points.smoothed_N
+        smoothed_B = smoothed_B[inside]
+    kept = _Points(steps_N=rows.first_step_B, values_N1=rows.mean_BW, smoothed_N=smoothed_B, windows=())
+    return _Placed(points=kept, x_N=x_B, rows=rows)
 
 
 def _member_on_axis(placed: _Placed, width: float, chart: Chart) -> Member:
@@ -361,7 +361,7 @@ def _member_on_axis(placed: _Placed, width: float, chart: Chart) -> Member:
     smoothed_B = None
     if chart.smoothing is not None:
         smoothed_B = np.full(len(found.place_B), np.nan)
-        if placed.rows is None and points.smoothed_N is not None:
+        if points.smoothed_N is not None:
             smooth = axes.by_axis(points.steps_N, points.smoothed_N[:, None], placed.x_N, width)
             smoothed_B = smooth.buckets.mean_BW[:, 0]
     return Member(place_B=found.place_B, x_B=found.x_B, smoothed_B=smoothed_B, buckets=found.buckets)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from sqlalchemy import Connection, TextClause, bindparam, select, text
 
-from gradiometer_server.store.pieces import Fetched, Piece
+from gradiometer_server.store.pieces import Fetched, Piece, reaches_into
 from gradiometer_server.store.tables import chunk
 from gradiometer_server.summaries.selection import needs_points
 
@@ -98,7 +98,7 @@ class Statement:
 _OVERVIEW = Statement(
     _Wanted("first", "last", "width"),
     """
-SELECT want.place, c.step0, c.step1, c.n, c.dtype, c.summary_width, c.num_nonfinite, c.min, c.max,
+SELECT want.place, c.step0, c.step1, c.n, c.stride, c.dtype, c.summary_width, c.num_nonfinite, c.min, c.max,
   LENGTH(c.data) AS num_bytes,
   CASE WHEN c.summary_width <= want.width OR LENGTH(c.data) = 0 THEN c.summary END AS summary
 FROM want CROSS JOIN chunk c
@@ -198,10 +198,13 @@ def _choose(wish: Wish, rows: Sequence[Any]) -> _Choice:
     inside = rows[len(before) :]
     all_points = wish.width == 0 or _may_fit(wish, inside, end)
     summaries, begins, coarsest = [], _leading(before, wish.lead), 1
+    nothing = Fetched(piece=wish.piece, first=wish.first, last=end, summaries=(), blocks=())
     for row in inside:
         if row.num_bytes == 0:
-            summaries.append(row)
-            coarsest = max(coarsest, row.summary_width)
+            # At the ends of the range a chunk may reach into it with none of its windows.
+            if reaches_into(row, nothing):
+                summaries.append(row)
+                coarsest = max(coarsest, row.summary_width)
         elif all_points or needs_points(
             row, first=wish.first, last=end, width=wish.width, tail_steps_N=tail_N
         ):

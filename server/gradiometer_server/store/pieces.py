@@ -71,7 +71,7 @@ class Fetched:
 
     Attributes:
         first, last: the range that was asked for, inclusive.
-        summaries: chunks wholly inside the range that are answered by their windows.
+        summaries: chunks that are answered by their windows: wholly inside the range, or with points that were dropped.
         blocks: chunks whose points are needed. Some may lie before `first`: they lead in to what is smoothed.
         coarsest: the widest windows (in steps) of chunks that have nothing else, because their points were dropped; 1: none.
     """
@@ -135,28 +135,68 @@ def _in_place(error: codec.CorruptData, row: Any, series: Series) -> codec.Corru
 
 
 def buckets_of(fetched: Fetched, width: int) -> list[Buckets]:
-    """Buckets and finer windows of a piece, together covering first..last once. Raises `CorruptData`."""
+    """Buckets and finer windows of a piece, together holding all of first..last. Raises `CorruptData`."""
     parts = [buckets.bucketise(*points_of(fetched), width), *windows_of(fetched)]
     return [part for part in parts if len(part.first_step_B)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Windows of a piece by rising first step. `last_B`: the last step to draw that each may hold."""
+
+    buckets: Buckets
+    last_B: NDArray[np.int64]
+
+
 def windows_of(fetched: Fetched) -> list[Buckets]:
-    """Windows of the chunks that are answered by their summaries. Raises `CorruptData`."""
-    columns = fetched.piece.row.series.width
-    by_type = {dtype: [row for row in fetched.summaries if row.dtype == dtype] for dtype in ("f4", "f8")}
-    return [
-        _windows(rows, columns, dtype, fetched.piece.row.series) for dtype, rows in by_type.items() if rows
-    ]
+    """Windows of the chunks that are answered by their summaries, as far as they reach into first..last.
+
+    A window can only be drawn as a whole: that in which a later attempt takes over holds points which are not drawn.
+    Raises `CorruptData`.
+    """
+    return [one.buckets for one in windows_with_ends(fetched)]
 
 
-def _windows(rows: Sequence[Any], columns: int, dtype: str, series: Series) -> Buckets:
+def windows_with_ends(fetched: Fetched) -> list[Windows]:
+    """As `windows_of`, with the last step of each. Raises `CorruptData`."""
+    by_type = [[row for row in fetched.summaries if row.dtype == dtype] for dtype in ("f4", "f8")]
+    found = [_windows(rows, fetched) for rows in by_type if rows]
+    return [one for one in found if len(one.last_B)]
+
+
+def reaches_into(row: Any, fetched: Fetched) -> bool:
+    """Whether a window of a chunk whose points were dropped reaches into first..last; of a damaged one it may."""
+    if fetched.first > fetched.last:
+        return False
+    if row.step0 >= fetched.first and row.step1 <= fetched.last:
+        return True
+    try:
+        return len(_windows([row], fetched).last_B) > 0
+    except codec.CorruptData:
+        return True
+
+
+def _windows(rows: Sequence[Any], fetched: Fetched) -> Windows:
+    series = fetched.piece.row.series
     width = max(row.summary_width for row in rows)
     try:
-        return buckets.decode_summaries(
-            [row.summary for row in rows], width=width, columns=columns, narrow=dtype == "f4"
+        decoded = buckets.decode_summaries(
+            [row.summary for row in rows], width=width, columns=series.width, narrow=rows[0].dtype == "f4"
         )
     except codec.CorruptData as error:
         raise _in_place(error, rows[0], series) from error
+    begin_B = decoded.first_step_B
+    at_B = np.searchsorted([row.step0 for row in rows], begin_B, side="right") - 1
+    masks, ends, strides = np.array(
+        [(r.summary_width - 1, r.step1, max(r.stride, 1)) for r in rows], np.int64
+    ).T
+    last_B = np.minimum(begin_B | masks[at_B], ends[at_B])
+    last_B -= (last_B - begin_B) % strides[at_B]
+    kept_B = np.flatnonzero((last_B >= fetched.first) & (begin_B <= fetched.last))
+    if len(kept_B) < len(begin_B):
+        decoded, last_B = buckets.reordered(decoded, kept_B), last_B[kept_B]
+    end = fetched.piece.end
+    return Windows(buckets=decoded, last_B=last_B if end is None else np.minimum(last_B, end))
 
 
 def extent(pieces: Sequence[Piece]) -> tuple[int | None, int | None]:

@@ -194,8 +194,11 @@ def _count(conn: Connection, pieces: Sequence[Piece], first: int, last: int) -> 
             below, above = np.searchsorted(tail_N, [row.step0, row.step1 + 1])
             if row.step0 >= first and row.step1 <= end and below == above:
                 total += row.n
-            else:
+            elif row.num_bytes or row.stride:
                 unsure.append(Wish(piece=wish.piece, first=row.step0, last=row.step0, width=0))
+            else:
+                # Their steps are gone with them.
+                refuse_thinned(fetch_all(conn, [wish]))
         inside_N = tail_N[(tail_N >= first) & (tail_N <= end)]
         read = fetch_steps(conn, unsure)
         steps = [decode_steps(row, wish.piece.row.series) for some in read for row in some]

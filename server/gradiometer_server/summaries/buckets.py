@@ -190,15 +190,6 @@ def _with_width(buckets: Buckets, width: int) -> Buckets:
     return Buckets(width=width, **{name: getattr(buckets, name) for name in _ARRAYS})
 
 
-def overlapping(buckets: Buckets, first: int, last: int) -> Buckets:
-    """Those buckets of which a part lies in first..last (inclusive)."""
-    ends_B = buckets.first_step_B | (buckets.width - 1)
-    keep_B = (ends_B >= first) & (buckets.first_step_B <= last)
-    if keep_B.all():
-        return buckets
-    return Buckets(width=buckets.width, **{name: getattr(buckets, name)[keep_B] for name in _ARRAYS})
-
-
 def empty(width: int, columns: int) -> Buckets:
     """No buckets at all."""
     reals, counts = np.empty((0, columns)), np.empty((0, columns), np.int64)
