@@ -73,7 +73,9 @@ METRICS = (
     "scaler/skipped",
     "x",
 )
-LEVELS = st.sampled_from([0.0, 1.0, 1.02, 0.98, 1.3, 2.0, 9.0, 400.0, -1.0, math.nan, math.inf])
+LEVELS = st.sampled_from(
+    [0.0, 1.0, 1.02, 0.98, 1.3, 2.0, 9.0, 400.0, -1.0, 1e308, -1e308, math.nan, math.inf]
+)
 
 
 @st.composite

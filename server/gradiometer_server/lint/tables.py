@@ -59,6 +59,13 @@ class _Table:
                 path, f"has {len(names):,} columns; at most {MAX_METRICS:,} can be read", line=1
             )
         self._step = self._step_index(step_column)
+        if {"metric", "value"} <= {name.lower() for name in names}:
+            raise UnreadableLog(
+                path,
+                "has one value per row, with the name of its metric beside it",
+                line=1,
+                remedy="Write one row per step, with a column for each metric.",
+            )
         metrics = metric_names([name if index != self._step else "step" for index, name in enumerate(names)])
         self._metrics = [
             (index, metric) for index, metric in enumerate(metrics) if metric and index != self._step

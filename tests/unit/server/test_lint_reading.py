@@ -60,6 +60,7 @@ def test_not_finite_numbers_are_read_as_written(tmp_path: Path, delimiter: str) 
         ("a,b\n1,2\n", "line 1: has no column that holds the step"),
         ("step,loss\n1,2\n2,two\n", "line 3, column 'loss': 'two' is no number"),
         ("step,loss\n1,1_000\n2,3\n3,x\n", "line 4, column 'loss': 'x' is no number"),
+        ("metric,step,value\nloss,1,2\n", "line 1: has one value per row"),
         ("step,loss\n1,2,3\n", "line 2: has 3 cells, but the header has 2"),
         ("step,loss\n1.5,2\n", "line 2, column 'step': the step is '1.5', not a whole number"),
         ("step,loss\n,2\n", "line 2, column 'step': the step is '', not a whole number"),

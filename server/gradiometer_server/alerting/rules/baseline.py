@@ -19,6 +19,8 @@ from gradiometer_server.domain.folded import FoldedBlock
 MAD_TO_SD: Final = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 LEARNING_RATE: Final = "train/lr"
+LARGEST: Final = 1e150
+"""Values beyond it, of either sign, are judged as if they were this: differences and sums of such must stay finite."""
 MAX_JUDGED: Final = 4
 """Most losses of one run that the rules on a loss follow."""
 _NO_LOSS: Final = ("scale", "weight", "coef", "ratio", "num_", "count", "finite", "begin")
@@ -61,6 +63,19 @@ class Window:
         """Forget everything."""
         self.values.clear()
         self._sorted.clear()
+
+
+def bounded(value: float) -> float | None:
+    """`value` as the rules judge it; None if it is not finite: rule `non_finite` has that, and a baseline must not."""
+    if -LARGEST <= value <= LARGEST:
+        return value
+    return math.copysign(LARGEST, value) if math.isfinite(value) else None
+
+
+def all_bounded(values_S: NDArray[np.float64]) -> bool:
+    """Whether `bounded` would change none of these."""
+    # A NaN compares false.
+    return bool((np.abs(values_S) <= LARGEST).all())
 
 
 def deviation_of(values: Sequence[float]) -> float:
@@ -156,8 +171,8 @@ class Schedule(msgspec.Struct, kw_only=True):
 
     def take(self, step: int, values: Mapping[str, float]) -> bool:
         """Read the learning rate of `step`; whether it started again: more than doubled, after it had not risen."""
-        lr = values.get(LEARNING_RATE)
-        if lr is None or step <= self.lr_step or not math.isfinite(lr):
+        lr = bounded(values.get(LEARNING_RATE, math.nan))
+        if lr is None or step <= self.lr_step:
             return False
         before, rose = self.lr, self.rising
         self.rising = before is not None and lr > before
@@ -169,7 +184,7 @@ class Schedule(msgspec.Struct, kw_only=True):
         if LEARNING_RATE not in block.names:
             return True
         lr_S = column(block, LEARNING_RATE)
-        if self.lr is None or int(block.steps_S[0]) <= self.lr_step or not np.isfinite(lr_S).all():
+        if self.lr is None or int(block.steps_S[0]) <= self.lr_step or not all_bounded(lr_S):
             return False
         before_S = np.concatenate(([self.lr], lr_S[:-1]))
         rises_S = lr_S > before_S

@@ -21,6 +21,8 @@ from gradiometer_server.alerting.rules.baseline import (
     Pace,
     Schedule,
     Window,
+    all_bounded,
+    bounded,
     column,
     deviation_of,
     judged_losses,
@@ -126,7 +128,7 @@ class LossDivergence(ScalarRule[_State]):
         known = self._changes[name].values if name in self._changes else series.changes
         if series.negative:
             return msgspec.structs.replace(series, pace=pace, changes=list(known))
-        if series.count < defaults.min_history or not np.isfinite(values_S).all() or (values_S < 0).any():
+        if series.count < defaults.min_history or not all_bounded(values_S) or (values_S < 0).any():
             return None
         changes = [*known, *np.diff(np.concatenate(([series.last], values_S))).tolist()]
         after = msgspec.structs.replace(
@@ -187,14 +189,14 @@ class LossDivergence(ScalarRule[_State]):
 
     def _take(self, item: FoldedScalars, name: str) -> Breach | None:
         series = self._state.series.setdefault(name, _Series())
-        value = item.values[name]
+        value = bounded(item.values[name])
         if item.step <= series.pace.last_step:
             return None
         if series.pace.take(item.step):
             self._forget(name)
             series = self._state.series[name]
-        series.negative |= value < 0
-        if not math.isfinite(value) or series.negative:
+        series.negative |= value is not None and value < 0
+        if value is None or series.negative:
             return None
         self._smooth(series, name, value)
         if series.count < self._defaults.min_history:

@@ -19,6 +19,7 @@ from gradiometer_server.alerting.rules.baseline import (
     Pace,
     Schedule,
     Window,
+    bounded,
     judged_losses,
     key_of,
 )
@@ -99,20 +100,19 @@ class LossRise(ScalarRule[_State]):
 
     def needs_all(self, block: FoldedBlock) -> bool:
         """See `base.Rule`."""
-        series = self._state.series
-        names = judged_losses(dict.fromkeys(block.names, 0.0), series)
-        if not names:
-            done = bool(series) and not any(self._goes_on(name) for name in series)
-            return LEARNING_RATE in block.names and not done
-        return any(name not in series or self._goes_on(name) for name in names)
+        return LEARNING_RATE in block.names or self._follows(block)
 
     def take_block(self, block: FoldedBlock) -> bool:
-        """See `base.TakesBlocks`; only of the learning rate."""
-        schedule = self._state.schedule
-        if judged_losses(dict.fromkeys(block.names, 0.0), self._state.series) or not schedule.is_usual(block):
+        """See `base.TakesBlocks`; for when no loss is followed any more."""
+        if self._follows(block) or not self._state.schedule.is_usual(block):
             return False
-        schedule.take_block(block)
+        self._state.schedule.take_block(block)
         return True
+
+    def _follows(self, block: FoldedBlock) -> bool:
+        series = self._state.series
+        names = judged_losses(dict.fromkeys(block.names, 0.0), series)
+        return any(name not in series or self._goes_on(name) for name in names)
 
     def _goes_on(self, name: str) -> bool:
         return self._state.series[name].total < self._defaults.max_values
@@ -145,15 +145,15 @@ class LossRise(ScalarRule[_State]):
 
     def _take(self, item: FoldedScalars, name: str) -> Breach | None:
         series = self._state.series.setdefault(name, _Series())
-        value = item.values[name]
+        value = bounded(item.values[name])
         if item.step <= series.pace.last_step or series.total >= self._defaults.max_values:
             return None
         series.total += 1
         if series.pace.take(item.step):
             self._forget(name)
             series = self._state.series[name]
-        series.negative |= value < 0
-        if not math.isfinite(value) or series.negative:
+        series.negative |= value is not None and value < 0
+        if value is None or series.negative:
             return None
         level, noise = self._window(name)
         breach = (

@@ -24,6 +24,8 @@ from gradiometer_server.alerting.rules.baseline import (
     Pace,
     Schedule,
     Window,
+    all_bounded,
+    bounded,
     column,
     judged_losses,
     key_of,
@@ -152,7 +154,7 @@ class LossSpike(ScalarRule[_State]):
         level_window, noise = self._window(name)
         known = len(level_window) >= defaults.level_values and len(noise) >= defaults.min_history
         steady = series.bound is None and series.pace.is_steady(steps_S)
-        if not (known and steady and np.isfinite(values_S).all()):
+        if not (known and steady and all_bounded(values_S)):
             return None
         size = defaults.level_values
         all_values = np.concatenate((level_window.values, values_S))
@@ -218,14 +220,14 @@ class LossSpike(ScalarRule[_State]):
 
     def _take(self, item: FoldedScalars, name: str) -> Breach | None:
         series = self._state.series.setdefault(name, _Series())
-        value = item.values[name]
+        value = bounded(item.values[name])
         if item.step <= series.pace.last_step:
             return None
         if series.pace.take(item.step):
             self._forget(name)
             series = self._state.series[name]
-        if not math.isfinite(value):
-            return None  # Rule `non_finite` has it; a baseline must not.
+        if value is None:
+            return None
         backed = self._is_backed(series, item.values.get(GRAD_NORM))
         bound = self._bound(series, name, value, backed=backed)
         breach = self._judged(item, name, series, value, bound)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradiometer_server.alerting.rules.base import number_text
-from gradiometer_server.alerting.rules.baseline import LEARNING_RATE, column
+from gradiometer_server.alerting.rules.baseline import LEARNING_RATE, all_bounded, column
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
 from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
@@ -82,8 +82,9 @@ class LrAnomaly(ScalarRule[_State]):
         if state.lr is None or state.lr <= 0 or int(block.steps_S[0]) <= state.last_step:
             return False
         before_S = np.concatenate(([state.lr], lr_S[:-1]))
-        # A NaN is not above 0 either.
-        if not (np.isfinite(lr_S) & (lr_S > 0) & (lr_S < self._defaults.jump * before_S)).all():
+        if not all_bounded(before_S) or not all_bounded(lr_S):
+            return False
+        if not ((lr_S > 0) & (lr_S < self._defaults.jump * before_S)).all():
             return False
         state.last_step, state.count, state.num_zero = int(block.steps_S[-1]), state.count + len(lr_S), 0
         state.rose = bool(lr_S[-1] > before_S[-1])

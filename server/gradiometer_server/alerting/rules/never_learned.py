@@ -13,7 +13,7 @@ from statistics import median
 import msgspec
 
 from gradiometer_server.alerting.rules.base import number_text
-from gradiometer_server.alerting.rules.baseline import LEARNING_RATE, Pace, Schedule, Window
+from gradiometer_server.alerting.rules.baseline import LEARNING_RATE, Pace, Schedule, Window, bounded
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
 from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
@@ -95,14 +95,12 @@ class NeverLearned(ScalarRule[_State]):
             return []
         state.schedule.take(item.step, item.values)
         metric = state.metric or next((name for name in _LOSSES if name in item.values), "")
-        value = item.values.get(metric)
-        if value is None or item.step <= state.pace.last_step:
+        if metric not in item.values or item.step <= state.pace.last_step:
             return []
         state.metric = metric
         state.pace.take(item.step)
-        if not math.isfinite(value):
-            return []
-        return self._take(item, value)
+        value = bounded(item.values[metric])
+        return [] if value is None else self._take(item, value)
 
     def _take(self, item: FoldedScalars, value: float) -> list[Breach]:
         state, defaults = self._state, self._defaults

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from gradiometer_server.alerting.rules.base import number_text
-from gradiometer_server.alerting.rules.baseline import Window, column
+from gradiometer_server.alerting.rules.baseline import Window, all_bounded, bounded, column
 from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
 from gradiometer_server.domain.alerts import Breach, Severity
 from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
@@ -80,16 +80,17 @@ class Overfit(ScalarRule[_State]):
     def judge(self, item: FoldedScalars) -> list[Breach]:
         """A breach at an evaluation that is one too many above the one before."""
         state = self._state
-        train = next((item.values[name] for name in _TRAIN if name in item.values), None)
-        if train is not None and item.step > state.train_step and math.isfinite(train):
+        train = bounded(next((item.values[name] for name in _TRAIN if name in item.values), math.nan))
+        if train is not None and item.step > state.train_step:
             state.train_step = item.step
             self._level.push(train)
         metric = next((name for name in _EVAL if name in item.values), None)
-        if metric is None or item.step <= state.eval_step or not math.isfinite(item.values[metric]):
+        value = bounded(item.values[metric]) if metric is not None else None
+        if metric is None or value is None or item.step <= state.eval_step:
             return []
         if not len(self._level) or not self._is_apart(state, item.step):
             return []
-        if not self._evaluated(state, item.step, item.values[metric], self._level.median()):
+        if not self._evaluated(state, item.step, value, self._level.median()):
             return []
         return [self._breach(item, metric)]
 
@@ -103,7 +104,7 @@ class Overfit(ScalarRule[_State]):
             return False
         train_S = column(block, train)
         evals_S = train_S if metric is None else column(block, metric)
-        if not (np.isfinite(train_S) & np.isfinite(evals_S)).all():
+        if not (all_bounded(train_S) and all_bounded(evals_S)):
             return False
         known = len(self._level)
         values = [*self._level.values, *train_S.tolist()]
