@@ -6,7 +6,7 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradiometer_server.summaries.known_x import KnownX
@@ -31,12 +31,13 @@ def part(points: list[tuple[int, float]], end: int) -> KnownX | None:
 
 @settings(max_examples=500, deadline=None)
 @given(
-    st.dictionaries(st.integers(0, 60), xs, min_size=1, max_size=30),
-    st.dictionaries(st.integers(0, 60), st.integers(-9, 9).map(float), max_size=4),
+    st.dictionaries(st.integers(0, 24), xs, min_size=1, max_size=16),
+    st.dictionaries(st.integers(0, 24), st.integers(-9, 9).map(float), max_size=4),
     st.sampled_from([4, 8, 16]),
     st.lists(st.booleans(), min_size=1, max_size=8),
-    st.lists(st.tuples(st.integers(0, 70), st.integers(0, 20)), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20)), min_size=1, max_size=8),
 )
+@example({0: math.nan, 3: 5.0}, {1: -7.0}, 4, [True], [(0, 0)])
 def test_no_x_of_a_step_is_missed(
     points: dict[int, float],
     beside: dict[int, float],
@@ -60,7 +61,8 @@ def test_no_x_of_a_step_is_missed(
     parts.append(KnownX.of_points(np.array([*late], np.int64), np.array([*late.values()], np.float64)))
     known = KnownX.join(parts)
     finite = {step: x for step, x in sorted((points | late).items()) if not math.isnan(x)}
-    first_Q, last_Q = (np.array(some, np.int64) for some in zip(*((a, a + n) for a, n in asked), strict=True))
+    every = [*asked, *((step, 0) for step in range(30))]
+    first_Q, last_Q = (np.array(some, np.int64) for some in zip(*((a, a + n) for a, n in every), strict=True))
     low_Q, high_Q = known.between(first_Q, last_Q)
     if not finite:
         assert np.isnan(low_Q).all()
