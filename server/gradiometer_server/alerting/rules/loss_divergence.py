@@ -17,20 +17,16 @@ from numpy.typing import NDArray
 
 from gradiometer_server.alerting.rules.base import number_text
 from gradiometer_server.alerting.rules.baseline import (
-    LEARNING_RATE,
     Pace,
-    Schedule,
     Window,
     all_bounded,
     bounded,
-    column,
     deviation_of,
-    judged_losses,
     key_of,
 )
-from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
+from gradiometer_server.alerting.rules.loss_rule import LossRule, LossState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
+from gradiometer_server.domain.folded import FoldedScalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,49 +73,25 @@ class _Series(msgspec.Struct, kw_only=True):
     negative: bool = False
 
 
-class _State(ScalarState, kw_only=True):
-    schedule: Schedule = msgspec.field(default_factory=Schedule)
+class _State(LossState, kw_only=True):
     series: dict[str, _Series] = msgspec.field(default_factory=dict)
 
 
-class LossDivergence(ScalarRule[_State]):
+class LossDivergence(LossRule[_State]):
     """See the module's first lines."""
 
     name = "loss_divergence"
-    reads = frozenset({LEARNING_RATE})
-    reads_losses = True
 
     def __init__(self, defaults: LossDivergenceDefaults | None = None) -> None:
         self._defaults = defaults or LossDivergenceDefaults()
         super().__init__(_State, quiet_steps=self._defaults.quiet_steps)
         self._changes: dict[str, Window] = {}
 
-    def judge(self, item: FoldedScalars) -> list[Breach]:
-        """A breach when a loss has risen for long enough, and each `repeat_steps` while it does."""
-        state = self._state
-        if state.schedule.take(item.step, item.values):
-            for name in state.series:
-                self._forget(name)
-        breaches = [self._take(item, name) for name in judged_losses(item.values, state.series)]
-        return [breach for breach in breaches if breach is not None]
+    def known_again(self, name: str) -> None:
+        """See `LossRule`."""
+        self._changes.pop(name, None)
 
-    def take_block(self, block: FoldedBlock) -> bool:
-        """See `base.TakesBlocks`."""
-        state = self._state
-        names = judged_losses(dict.fromkeys(block.names, 0.0), state.series)
-        if not state.series.keys() >= set(names) or not state.schedule.is_usual(block):
-            return False
-        after = {name: self._after(name, block.steps_S, column(block, name)) for name in names}
-        if None in after.values():
-            return False
-        for name, series in after.items():
-            if series is not None:
-                state.series[name] = series
-                self._changes.pop(name, None)
-        state.schedule.take_block(block)
-        return True
-
-    def _after(self, name: str, steps_S: NDArray[np.int64], values_S: NDArray[np.float64]) -> _Series | None:
+    def after(self, name: str, steps_S: NDArray[np.int64], values_S: NDArray[np.float64]) -> _Series | None:
         """The series after values none of which is a breach; None if one is, or too little is known."""
         series, defaults = self._state.series[name], self._defaults
         if not series.pace.is_steady(steps_S):
@@ -182,18 +154,18 @@ class LossDivergence(ScalarRule[_State]):
         super().load(data)
         self._changes = {}
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
         before = self._state.series[name]
         self._state.series[name] = _Series(pace=before.pace, negative=before.negative)
         self._changes.pop(name, None)
 
-    def _take(self, item: FoldedScalars, name: str) -> Breach | None:
+    def take(self, item: FoldedScalars, name: str) -> Breach | None:
         series = self._state.series.setdefault(name, _Series())
         value = bounded(item.values[name])
         if item.step <= series.pace.last_step:
             return None
         if series.pace.take(item.step):
-            self._forget(name)
+            self.forget(name)
             series = self._state.series[name]
         series.negative |= value is not None and value < 0
         if value is None or series.negative:

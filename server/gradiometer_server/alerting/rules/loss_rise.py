@@ -17,13 +17,12 @@ from gradiometer_server.alerting.rules.base import number_text
 from gradiometer_server.alerting.rules.baseline import (
     LEARNING_RATE,
     Pace,
-    Schedule,
     Window,
     bounded,
     judged_losses,
     key_of,
 )
-from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
+from gradiometer_server.alerting.rules.loss_rule import LossRule, LossState
 from gradiometer_server.domain.alerts import Breach, Severity
 from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
 
@@ -72,31 +71,19 @@ class _Series(msgspec.Struct, kw_only=True):
     negative: bool = False
 
 
-class _State(ScalarState, kw_only=True):
-    schedule: Schedule = msgspec.field(default_factory=Schedule)
+class _State(LossState, kw_only=True):
     series: dict[str, _Series] = msgspec.field(default_factory=dict)
 
 
-class LossRise(ScalarRule[_State]):
+class LossRise(LossRule[_State]):
     """See the module's first lines."""
 
     name = "loss_rise"
-    reads = frozenset({LEARNING_RATE})
-    reads_losses = True
 
     def __init__(self, defaults: LossRiseDefaults | None = None) -> None:
         self._defaults = defaults or LossRiseDefaults()
         super().__init__(_State, quiet_steps=self._defaults.quiet_steps)
         self._windows: dict[str, tuple[Window, Window]] = {}
-
-    def judge(self, item: FoldedScalars) -> list[Breach]:
-        """A breach when the sum reaches its limit; then it begins anew."""
-        state = self._state
-        if state.schedule.take(item.step, item.values):
-            for name in state.series:
-                self._forget(name)
-        breaches = [self._take(item, name) for name in judged_losses(item.values, state.series)]
-        return [breach for breach in breaches if breach is not None]
 
     def needs_all(self, block: FoldedBlock) -> bool:
         """See `base.Rule`."""
@@ -138,19 +125,19 @@ class LossRise(ScalarRule[_State]):
             )
         return self._windows[name]
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
         before = self._state.series[name]
         self._state.series[name] = _Series(pace=before.pace, negative=before.negative, total=before.total)
         self._windows.pop(name, None)
 
-    def _take(self, item: FoldedScalars, name: str) -> Breach | None:
+    def take(self, item: FoldedScalars, name: str) -> Breach | None:
         series = self._state.series.setdefault(name, _Series())
         value = bounded(item.values[name])
         if item.step <= series.pace.last_step or series.total >= self._defaults.max_values:
             return None
         series.total += 1
         if series.pace.take(item.step):
-            self._forget(name)
+            self.forget(name)
             series = self._state.series[name]
         series.negative |= value is not None and value < 0
         if value is None or series.negative:

@@ -20,19 +20,15 @@ from numpy.typing import NDArray
 
 from gradiometer_server.alerting.rules.base import number_text
 from gradiometer_server.alerting.rules.baseline import (
-    LEARNING_RATE,
     Pace,
-    Schedule,
     Window,
     all_bounded,
     bounded,
-    column,
-    judged_losses,
     key_of,
 )
-from gradiometer_server.alerting.rules.scalar_rule import ScalarRule, ScalarState
+from gradiometer_server.alerting.rules.loss_rule import LossRule, LossState
 from gradiometer_server.domain.alerts import Breach, Severity
-from gradiometer_server.domain.folded import FoldedBlock, FoldedScalars
+from gradiometer_server.domain.folded import FoldedScalars
 from gradiometer_server.domain.names import GRAD_NORM
 
 
@@ -104,17 +100,14 @@ class _Series(msgspec.Struct, kw_only=True):
     is_sure: bool = False
 
 
-class _State(ScalarState, kw_only=True):
-    schedule: Schedule = msgspec.field(default_factory=Schedule)
+class _State(LossState, kw_only=True):
     series: dict[str, _Series] = msgspec.field(default_factory=dict)
 
 
-class LossSpike(ScalarRule[_State]):
+class LossSpike(LossRule[_State]):
     """See the module's first lines."""
 
     name = "loss_spike"
-    reads = frozenset({LEARNING_RATE})
-    reads_losses = True
 
     def __init__(self, defaults: LossSpikeDefaults | None = None) -> None:
         self._defaults = defaults or LossSpikeDefaults()
@@ -123,32 +116,11 @@ class LossSpike(ScalarRule[_State]):
         self._kept = 0.5 ** (self._defaults.forget_every / self._defaults.memory_values)
         """Part of the largest excess that is kept each time."""
 
-    def judge(self, item: FoldedScalars) -> list[Breach]:
-        """A breach for each value that is out."""
-        state = self._state
-        if state.schedule.take(item.step, item.values):
-            for name in state.series:
-                self._forget(name)
-        breaches = [self._take(item, name) for name in judged_losses(item.values, state.series)]
-        return [breach for breach in breaches if breach is not None]
+    def known_again(self, name: str) -> None:
+        """See `LossRule`."""
+        self._windows.pop(name, None)
 
-    def take_block(self, block: FoldedBlock) -> bool:
-        """See `base.TakesBlocks`."""
-        state = self._state
-        names = judged_losses(dict.fromkeys(block.names, 0.0), state.series)
-        if not state.series.keys() >= set(names) or not state.schedule.is_usual(block):
-            return False
-        after = {name: self._after(name, block.steps_S, column(block, name)) for name in names}
-        if None in after.values():
-            return False
-        for name, series in after.items():
-            if series is not None:
-                state.series[name] = series
-                self._windows.pop(name, None)
-        state.schedule.take_block(block)
-        return True
-
-    def _after(self, name: str, steps_S: NDArray[np.int64], values_S: NDArray[np.float64]) -> _Series | None:
+    def after(self, name: str, steps_S: NDArray[np.int64], values_S: NDArray[np.float64]) -> _Series | None:
         """The series after usual values; None if one of them may be out, or too little is known."""
         series, defaults = self._state.series[name], self._defaults
         level_window, noise = self._window(name)
@@ -212,19 +184,19 @@ class LossSpike(ScalarRule[_State]):
             )
         return self._windows[name]
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
         """A marker: what was usual before it says nothing of what comes."""
         series = self._state.series[name]
         self._state.series[name] = _Series(pace=series.pace, has_restarted=True)
         self._windows.pop(name, None)
 
-    def _take(self, item: FoldedScalars, name: str) -> Breach | None:
+    def take(self, item: FoldedScalars, name: str) -> Breach | None:
         series = self._state.series.setdefault(name, _Series())
         value = bounded(item.values[name])
         if item.step <= series.pace.last_step:
             return None
         if series.pace.take(item.step):
-            self._forget(name)
+            self.forget(name)
             series = self._state.series[name]
         if value is None:
             return None
